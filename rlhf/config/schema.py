@@ -1,0 +1,250 @@
+"""What a configuration may say: frozen pydantic models, unknown keys refused.
+
+A default lives here and nowhere else. A recipe in ``configs/`` states only what differs. Functions
+receive their own section, never the whole :class:`Config`. Checks over several sections are in
+``config.check``.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+NonNegative = Annotated[float, Field(ge=0)]
+Count = Annotated[int, Field(ge=0)]
+
+
+class Section(BaseModel):
+    """Base of all sections."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class ModelSection(Section):
+    path: str
+    """HF folder with config.json, safetensors and tokenizer. Relative to the working directory."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Body of the model in training and rollout; bfloat16 keeps float32 masters in the optimizer."""
+    fp32_head: bool = True
+    """Compute the output head in float32 in trainer and engine; halves the bf16 gap between them."""
+
+
+class TrainSection(Section):
+    """Megatron's layout and how a pass runs. dp = ranks / (tp * pp * cp)."""
+
+    tp: PositiveInt = 1
+    pp: PositiveInt = 1
+    vpp: PositiveInt = 1
+    """Virtual pipeline chunks per stage."""
+    first: PositiveInt | None = None
+    """Layers of the first stage; empty: even."""
+    last: PositiveInt | None = None
+    """Layers of the last stage; empty: even."""
+    cp: PositiveInt = 1
+    ep: PositiveInt = 1
+    etp: PositiveInt | None = None
+    """Tensor parallel size of experts; empty: tp."""
+    sequence_parallel: bool = False
+    """Shard activations between tp regions over the sequence."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations computed again in the backward pass: attention only, or whole layers."""
+    overlap: bool = True
+    """Overlap gradient reduction and parameter gathering with computation (dp > 1)."""
+    tokens_per_microbatch: PositiveInt = 16384
+    """Token budget of one packed forward pass."""
+    logprob_chunk_tokens: PositiveInt = 1024
+    """Rows of the logit matrix that exist at one time."""
+
+
+class SamplingSection(Section):
+    temperature: NonNegative = 1.0
+    """0 = greedy. Trainer log-probabilities are divided by it too."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: int = -1
+    """-1 = off."""
+    max_new_tokens: PositiveInt = 1024
+    stop: tuple[str, ...] = ()
+    """Texts that end an answer; each must be a single token of the model (the engine sees token ids)."""
+
+
+class RolloutSection(Section):
+    """SGLang's layout, its memory and how answers are sampled. Engines = ranks / (tp * pp)."""
+
+    tp: PositiveInt = 1
+    dp: PositiveInt = 1
+    """DP-attention inside an engine: attention tp = tp / dp."""
+    ep: PositiveInt = 1
+    pp: PositiveInt = 1
+    a2a: Literal["none", "deepep"] = "none"
+    sampling: SamplingSection = SamplingSection()
+    deterministic: bool = True
+    """Seed per request, whole shares admitted at once: the same run twice gives the same tokens."""
+    max_running_requests: PositiveInt = 64
+    """Requests that an engine decodes at the same time."""
+    kv_tokens: PositiveInt | None = None
+    """Tokens of the engine's KV cache; empty: what mem_fraction leaves."""
+    mem_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.6
+    """Share of the device for engine weights and KV cache."""
+    start_timeout_s: PositiveFloat = 300
+    timeout_s: PositiveFloat = 3600
+    """Longest rollout phase."""
+
+
+class ReshardSection(Section):
+    window_mib: PositiveInt = 64
+    """Size of one staging window; a rank has two."""
+    timeout_s: PositiveFloat = 120
+
+
+class JsonlSource(Section):
+    """Rows of a JSONL file."""
+
+    type: Literal["jsonl"]
+    name: str
+    """Domain; metrics are split by it."""
+    path: str
+    prompt_key: str = "prompt"
+    """A text, or a list of chat messages {role, content}."""
+    answer_key: str = "answer"
+    reward: str = "exact_match"
+    """Name of a reward rule, or file.py:function."""
+    weight: PositiveFloat = 1.0
+    """Share of this domain in the mix."""
+
+
+class ReasoningGymSource(Section):
+    """Tasks of the reasoning-gym package, generated from a seed."""
+
+    type: Literal["reasoning_gym"]
+    name: str
+    task: str
+    """Registered task, e.g. chain_sum."""
+    params: dict[str, int | float | str | bool] = {}
+    size: PositiveInt = 1000
+    """Items generated before duplicates are dropped."""
+    seed: int = 0
+    template: str | None = None
+    """Plain text with {question} or any metadata key, e.g. {expression}; empty: the model's chat template."""
+    held_out: Count = 0
+    """Distinct items kept out of training; the eval source of the same task takes exactly these."""
+    split: Literal["train", "held_out"] = "train"
+    reward: str = "reasoning_gym"
+    weight: PositiveFloat = 1.0
+
+
+Source = Annotated[JsonlSource | ReasoningGymSource, Field(discriminator="type")]
+
+
+class DataSection(Section):
+    train: tuple[Source, ...] = Field(min_length=1)
+    eval: tuple[Source, ...] = ()
+    max_prompt_tokens: PositiveInt = 1024
+    """Longer prompts are dropped with a warning; if none is left the run stops."""
+    shuffle: bool = True
+
+
+class KLSection(Section):
+    """Penalty for leaving the reference model."""
+
+    place: Literal["off", "loss", "reward"] = "off"
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    coef: NonNegative = 0.001
+
+
+class AlgorithmSection(Section):
+    name: Literal["grpo"] = "grpo"
+    clip_low: Fraction = 0.2
+    clip_high: NonNegative = 0.28
+    """Clip-higher (DAPO, arXiv:2503.14476): ratio is clipped to [1 - clip_low, 1 + clip_high]."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """Bound of the loss for negative advantages (arXiv:1912.09729)."""
+    normalize_by_std: bool = True
+    """Divide group advantages by the group's sample standard deviation (off: Dr. GRPO, arXiv:2503.20783)."""
+    std_eps: PositiveFloat = 1e-6
+    aggregation: Literal["token-mean", "sequence-mean", "fixed-length"] = "token-mean"
+    """How token losses become one number, over the whole update on all ranks."""
+    fixed_length_tokens: PositiveInt | None = None
+    """Divisor per sequence of fixed-length aggregation; empty: rollout.sampling.max_new_tokens."""
+    entropy_coef: NonNegative = 0.0
+    kl: KLSection = KLSection()
+    skip_zero_signal: bool = True
+    """Leave out groups whose advantages are all zero (no gradient without KL and entropy terms)."""
+
+
+class BatchSection(Section):
+    prompts_per_step: PositiveInt
+    samples_per_prompt: PositiveInt
+    updates_per_step: PositiveInt = 1
+    """Optimizer steps on one rollout; must divide the number of responses."""
+
+
+class OptimizerSection(Section):
+    lr: PositiveFloat
+    min_lr: NonNegative = 0.0
+    warmup_steps: Count = 0
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    """From lr to min_lr over the updates after warm-up."""
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.95
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegative = 0.0
+    clip_grad: NonNegative = 1.0
+    """Largest global gradient norm; 0 = off."""
+
+
+class CheckpointSection(Section):
+    every: Count = 0
+    """Steps between checkpoints; 0: only at the end and when stopped."""
+    keep: PositiveInt = 2
+    """Complete checkpoints kept; older ones go after the new one is durable."""
+    resume: Literal["auto", "never", "must"] = "auto"
+    """auto: newest complete checkpoint of run_dir if there is one."""
+    export_hf: bool = True
+    """Write an HF folder at the end."""
+
+
+class EvalSection(Section):
+    every: Count = 0
+    """Steps between evaluations; 0: only before the first and after the last step."""
+    max_new_tokens: PositiveInt | None = None
+    """Empty: rollout.sampling.max_new_tokens. Evaluation is greedy."""
+
+
+class TrackSection(Section):
+    console: bool = True
+    tensorboard: bool = False
+    swanlab: Literal["cloud", "local", "offline", "off"] = "off"
+    wandb: Literal["online", "offline", "off"] = "off"
+    project: str = "rlhf"
+    gap_alarm: PositiveFloat = 0.1
+    """Warn when the mean |rollout_logprobs - old_logprobs| of a step is above this."""
+    samples_every: Count = 5
+    """Steps between written samples; 0 = off."""
+
+
+class DistSection(Section):
+    timeout_s: PositiveFloat = 600
+    """Longest wait in a compute collective."""
+    stop_grace_s: PositiveFloat = 25
+    """After a failure or signal: time until ranks that do not react are ended."""
+
+
+class Config(Section):
+    run_dir: str
+    """Folder for everything that a run writes."""
+    seed: int = 0
+    num_steps: PositiveInt
+    model: ModelSection
+    train: TrainSection = TrainSection()
+    rollout: RolloutSection = RolloutSection()
+    reshard: ReshardSection = ReshardSection()
+    data: DataSection
+    algorithm: AlgorithmSection = AlgorithmSection()
+    batch: BatchSection
+    optimizer: OptimizerSection
+    checkpoint: CheckpointSection = CheckpointSection()
+    eval: EvalSection = EvalSection()
+    track: TrackSection = TrackSection()
+    dist: DistSection = DistSection()

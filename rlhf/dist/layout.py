@@ -1,0 +1,188 @@
+"""Pure rank <-> coordinate arithmetic of the two layouts. No torch, no process group.
+
+Training ranks are ordered ``tp-cp-ep-dp-pp`` (tp fastest), experts ``etp-ep-edp-pp``, as Megatron's
+parallel state orders them. Engine i of the rollout layout holds ranks [i * size, (i + 1) * size).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+class LayoutError(ValueError):
+    """A layout that cannot exist; one line per fault in ``faults``."""
+
+    def __init__(self, faults: list[str]) -> None:
+        super().__init__("; ".join(faults))
+        self.faults = faults
+
+
+@dataclass(frozen=True, slots=True)
+class TrainCoord:
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+    etp: int
+    ep: int
+    edp: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrainLayout:
+    """Megatron's grid. ``first``/``last``: layers of the first/last pipeline stage (None: even)."""
+
+    world: int
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int | None = None
+    first: int | None = None
+    last: int | None = None
+
+    def __post_init__(self) -> None:
+        faults = []
+        dense = self.tp * self.pp * self.cp
+        if self.world % dense:
+            faults.append(
+                f"train: world={self.world} must be a multiple of tp*pp*cp={dense}; "
+                f"use {dense * (self.world // dense + 1)} ranks or a smaller tp, pp or cp"
+            )
+        expert = self.expert_tp * self.ep * self.pp
+        if self.ep > 1 and self.world % expert:
+            faults.append(
+                f"train: world={self.world} must be a multiple of etp*ep*pp={expert} "
+                f"(etp={self.expert_tp}{', which defaults to tp' if self.etp is None else ''})"
+            )
+        if faults:
+            raise LayoutError(faults)
+
+    @property
+    def expert_tp(self) -> int:
+        return self.tp if self.etp is None else self.etp
+
+    @property
+    def dp(self) -> int:
+        return self.world // (self.tp * self.pp * self.cp)
+
+    @property
+    def edp(self) -> int:
+        return self.world // (self.expert_tp * self.ep * self.pp)
+
+    def coord(self, rank: int) -> TrainCoord:
+        """Coordinates of a global rank."""
+        if not 0 <= rank < self.world:
+            raise ValueError(f"rank {rank} is outside the world of {self.world}")
+        tp, rest = rank % self.tp, rank // self.tp
+        cp, rest = rest % self.cp, rest // self.cp
+        dp, pp = rest % self.dp, rest // self.dp
+        inside = rank % (self.world // self.pp)
+        etp, rest = inside % self.expert_tp, inside // self.expert_tp
+        ep, edp = rest % self.ep, rest // self.ep
+        return TrainCoord(tp=tp, cp=cp, dp=dp, pp=pp, etp=etp, ep=ep, edp=edp)
+
+    def rank(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
+        """Global rank at dense coordinates."""
+        return tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
+
+    def replica_ranks(self, dp: int) -> list[int]:
+        """All ranks that train the sequences of one DP replica, ascending."""
+        return [r for r in range(self.world) if self.coord(r).dp == dp]
+
+    def layers(self, num_layers: int, pp: int, vpp: int = 0) -> range:
+        """Global numbers of the layers on stage ``pp``, virtual chunk ``vpp``.
+
+        Layers left after ``first``/``last`` are spread evenly over the other stages, an extra one
+        to the earlier stages. With virtual chunks each stage's layers are cut in ``vpp`` equal
+        parts and chunk v of all stages comes before chunk v + 1.
+
+        Raises:
+            LayoutError: a stage or chunk would be empty or uneven.
+        """
+        counts = self._layers_per_stage(num_layers)
+        if self.vpp == 1:
+            start = sum(counts[:pp])
+            return range(start, start + counts[pp])
+        uneven = [n for n in counts if n % self.vpp]
+        if uneven:
+            raise LayoutError(
+                [f"train.vpp={self.vpp} must divide the layers of every stage, which are {counts}"]
+            )
+        chunk = [n // self.vpp for n in counts]
+        start = vpp * sum(chunk) + sum(chunk[:pp])
+        return range(start, start + chunk[pp])
+
+    def _layers_per_stage(self, num_layers: int) -> list[int]:
+        fixed = {0: self.first} if self.first is not None else {}
+        if self.last is not None:
+            fixed[self.pp - 1] = self.last
+        left = num_layers - sum(n for n in fixed.values() if n is not None)
+        middle = [s for s in range(self.pp) if s not in fixed]
+        counts = {s: n for s, n in fixed.items() if n is not None}
+        for i, stage in enumerate(middle):
+            counts[stage] = left // len(middle) + (i < left % len(middle))
+        out = [counts[s] for s in range(self.pp)]
+        if sum(out) != num_layers or min(out) < 1:
+            raise LayoutError(
+                [
+                    f"train: {num_layers} layers cannot be spread over pp={self.pp} stages with "
+                    f"first={self.first}, last={self.last}: that gives {out}"
+                ]
+            )
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutCoord:
+    engine: int
+    tp: int
+    pp: int
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutLayout:
+    """SGLang engines. ``dp`` is DP-attention inside an engine (attention tp = tp / dp)."""
+
+    world: int
+    tp: int = 1
+    dp: int = 1
+    ep: int = 1
+    pp: int = 1
+    a2a: Literal["none", "deepep"] = "none"
+
+    def __post_init__(self) -> None:
+        faults = []
+        if self.world % self.engine_size:
+            faults.append(
+                f"rollout: world={self.world} must be a multiple of tp*pp={self.engine_size}"
+            )
+        faults += [
+            f"rollout.{name}={value} must divide rollout.tp={self.tp}"
+            for name, value in (("dp", self.dp), ("ep", self.ep))
+            if self.tp % value
+        ]
+        if faults:
+            raise LayoutError(faults)
+
+    @property
+    def engine_size(self) -> int:
+        return self.tp * self.pp
+
+    @property
+    def num_engines(self) -> int:
+        return self.world // self.engine_size
+
+    def coord(self, rank: int) -> RolloutCoord:
+        """Engine, stage and tp rank of a global rank."""
+        inside = rank % self.engine_size
+        return RolloutCoord(engine=rank // self.engine_size, tp=inside % self.tp, pp=inside // self.tp)
+
+    def leader(self, engine: int) -> int:
+        """The global rank that owns the engine host."""
+        return engine * self.engine_size
+
+    def engine_ranks(self, engine: int) -> range:
+        return range(engine * self.engine_size, (engine + 1) * self.engine_size)

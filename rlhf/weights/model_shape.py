@@ -1,0 +1,147 @@
+"""Facts about a model, read from the ``config.json`` of its HF folder. Pure Python.
+
+Configs are read as JSON, old and new forms of the rope settings alike, so that no version of
+transformers decides what a run sees.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+ARCHITECTURES: Mapping[str, Literal["llama", "qwen2", "qwen3"]] = {
+    "LlamaForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Rope:
+    """Llama 3's scaled rotary frequencies."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A dense decoder-only model. Sizes are elements."""
+
+    family: Literal["llama", "qwen2", "qwen3"]
+    num_layers: int
+    hidden_size: int
+    ffn_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position: int
+    tied_embeddings: bool
+    qkv_bias: bool
+    qk_norm: bool
+    norm_eps: float
+    rope_theta: float
+    rope_scaling: Llama3Rope | None
+    initializer_range: float
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    pad_token_id: int | None
+
+
+def load_model_shape(folder: str | Path) -> ModelShape:
+    """Read ``folder/config.json``.
+
+    Raises:
+        ValueError: the folder or file is missing, or the model is not one that we train.
+    """
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise ValueError(
+            f"model.path={folder}: no config.json there; give a Hugging Face model folder "
+            "(config.json, *.safetensors, tokenizer.json)"
+        )
+    with path.open(encoding="utf-8") as f:
+        raw = json.load(f)
+    try:
+        return parse_model_shape(raw)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def parse_model_shape(raw: Mapping[str, Any]) -> ModelShape:
+    """The facts in a ``config.json`` object.
+
+    Raises:
+        ValueError: unsupported architecture, or a feature that training or rollout lacks.
+    """
+    names = list(raw.get("architectures") or [])
+    family = next((ARCHITECTURES[n] for n in names if n in ARCHITECTURES), None)
+    if family is None:
+        raise ValueError(
+            f"architecture {names or raw.get('model_type')!r} is not supported; "
+            f"supported are {', '.join(ARCHITECTURES)}"
+        )
+    _refuse_what_is_not_trained(raw, family)
+    heads = int(raw["num_attention_heads"])
+    hidden = int(raw["hidden_size"])
+    theta, scaling = _rope(raw)
+    eos = raw.get("eos_token_id")
+    return ModelShape(
+        family=family,
+        num_layers=int(raw["num_hidden_layers"]),
+        hidden_size=hidden,
+        ffn_size=int(raw["intermediate_size"]),
+        num_heads=heads,
+        num_kv_heads=int(raw.get("num_key_value_heads") or heads),
+        head_dim=int(raw.get("head_dim") or hidden // heads),
+        vocab_size=int(raw["vocab_size"]),
+        max_position=int(raw["max_position_embeddings"]),
+        tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        qkv_bias=family == "qwen2",
+        qk_norm=family == "qwen3",
+        norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        initializer_range=float(raw.get("initializer_range", 0.02)),
+        bos_token_id=raw.get("bos_token_id"),
+        eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),),
+        pad_token_id=raw.get("pad_token_id"),
+    )
+
+
+def _refuse_what_is_not_trained(raw: Mapping[str, Any], family: str) -> None:
+    if raw.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"hidden_act={raw['hidden_act']!r} is not supported; only 'silu' is")
+    if raw.get("use_sliding_window"):
+        raise ValueError("use_sliding_window=true is not supported; set it to false")
+    if family in ("llama", "qwen3") and raw.get("attention_bias"):
+        raise ValueError(f"attention_bias=true is not supported for {family}")
+    if raw.get("mlp_bias"):
+        raise ValueError("mlp_bias=true is not supported")
+    if raw.get("quantization_config"):
+        raise ValueError("quantization_config is set: give the unquantised (bf16) checkpoint")
+
+
+def _rope(raw: Mapping[str, Any]) -> tuple[float, Llama3Rope | None]:
+    """(theta, scaling) from ``rope_parameters`` (new) or ``rope_theta``/``rope_scaling`` (old)."""
+    new = raw.get("rope_parameters") or {}
+    old = raw.get("rope_scaling") or {}
+    theta = float(new.get("rope_theta", raw.get("rope_theta", 10000.0)))
+    settings = {**old, **new}
+    kind = settings.get("rope_type", settings.get("type", "default"))
+    if kind == "default":
+        return theta, None
+    if kind != "llama3":
+        raise ValueError(f"rope type {kind!r} is not supported; supported are 'default', 'llama3'")
+    return theta, Llama3Rope(
+        factor=float(settings["factor"]),
+        low_freq_factor=float(settings["low_freq_factor"]),
+        high_freq_factor=float(settings["high_freq_factor"]),
+        original_max_position_embeddings=int(settings["original_max_position_embeddings"]),
+    )

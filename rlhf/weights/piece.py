@@ -1,0 +1,41 @@
+"""A piece: this rectangle of a full tensor lives in this rectangle of a local parameter.
+
+Megatron shards, SGLang shards and safetensors files are all lists of pieces; a movement of weights
+is the intersection of a source's pieces with a destination's. Pure Python, no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+Box = tuple[tuple[int, int], ...]
+"""Half-open range per dim."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Piece:
+    """``tensor[region]`` (HF name, HF coordinates) is stored in ``param[local]`` of one rank.
+
+    The two boxes have the same size in every dim that is not of size one.
+    """
+
+    tensor: str
+    region: Box
+    param: str
+    local: Box
+
+
+def box_size(box: Box) -> int:
+    """Number of elements."""
+    return math.prod(stop - start for start, stop in box)
+
+
+def full_box(shape: tuple[int, ...]) -> Box:
+    return tuple((0, n) for n in shape)
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """The common rectangle of two boxes of one tensor, or None."""
+    out = tuple((max(p[0], q[0]), min(p[1], q[1])) for p, q in zip(a, b, strict=True))
+    return out if all(start < stop for start, stop in out) else None

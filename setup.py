@@ -1,0 +1,42 @@
+"""Package metadata. Installs go through the Makefile: SGLang's CPU set needs ``--no-deps``."""
+
+from setuptools import find_packages, setup
+
+CORE = [
+    "numpy>=1.26",
+    "pydantic>=2.12,<3",
+    "PyYAML>=6.0.2",
+    "safetensors>=0.5",
+    "rich>=13.9,<16",
+    "tensorboardX>=2.6.5",
+    "matplotlib>=3.9",
+    "psutil>=6",
+]
+
+setup(
+    name="rlhf",
+    version="0.1.0",
+    description="RL post-training on one SPMD program: Megatron-core training, SGLang rollout",
+    python_requires=">=3.11",
+    packages=find_packages(include=["rlhf", "rlhf.*"]),
+    install_requires=CORE,
+    extras_require={
+        "train": [
+            "torch>=2.6",
+            "megatron-core>=0.16.1,<0.17",
+            "einops>=0.8",
+            "tokenizers>=0.21",
+            "jinja2>=3.1",
+        ],
+        "tasks": ["reasoning-gym==0.1.25"],
+        "swanlab": ["swanlab>=0.10.3,<0.11"],
+        "wandb": ["wandb>=0.31,<0.32"],
+        "gpu": ["sglang==0.5.23", "transformer-engine[pytorch]", "torch-memory-saver"],
+        "dev": ["pytest", "hypothesis", "ruff", "mypy", "codespell"],
+    },
+    entry_points={
+        "console_scripts": ["rlhf = rlhf.cli:main"],
+        "sglang.srt.platforms": ["rlhf_cpu = rlhf.platform.sglang_cpu:activate"],
+        "sglang.srt.plugins": ["rlhf_cpu_hooks = rlhf.platform.sglang_cpu:register_hooks"],
+    },
+)
