@@ -220,7 +220,9 @@ class Batch:
             }
             yield replace(
                 self,
-                micro_bounds=tuple((a - begin, b - begin) for a, b in self.micro_bounds[first:last]),
+                micro_bounds=tuple(
+                    (a - begin, b - begin) for a, b in self.micro_bounds[first:last]
+                ),
                 mini_bounds=((0, last - first),),
                 sequences=self.sequences[first:last],
                 **cut,
