@@ -1,17 +1,23 @@
 """The records that travel through one step, who writes each and who reads it.
 
-    prompts -> rollout -> trajectories -> scores -> batch -> logprobs/values -> advantages -> updates -> reshard
+    prompts -> rollout -> scores -> batch -> logprobs/values -> advantages -> updates -> reshard
 
-| record / column                           | written by          | read by                   | where it lives                      |
-|-------------------------------------------|---------------------|---------------------------|-------------------------------------|
-| Prompt                                    | data                | collect, rewards          | host, every rank                    |
-| Trajectory                                | rollout.collect     | rewards, batching         | host, leader rank of its engine     |
-| Score                                     | rewards             | algorithm.credits         | host, leader rank of its engine     |
-| TrajectoryFacts                           | rollout.collect     | batching, metrics         | host, every rank                    |
-| tokens, positions, mask, rollout_logprobs | batching            | roles, algorithm          | device, ranks of one DP replica     |
-| credits, loss_weights                     | batching            | algorithm, losses         | device, ranks of one DP replica     |
-| old_logprobs, ref_logprobs, values        | actor, reference, critic | algorithm, losses    | device, ranks of one DP replica     |
-| advantages, returns                       | algorithm           | losses                    | device, ranks of one DP replica     |
+| record / column                    | written by       | read by           | where   |
+|------------------------------------|------------------|-------------------|---------|
+| Prompt                             | data             | collect, rewards  | all     |
+| Trajectory                         | collect          | rewards, batching | leader  |
+| Score                              | rewards          | credits, metrics  | all     |
+| TrajectoryFacts                    | collect          | batching, metrics | all     |
+| tokens, positions, mask            | batching         | roles, algorithm  | replica |
+| rollout_logprobs                   | batching         | gap metrics       | replica |
+| credits, loss_weights              | batching         | algorithm, losses | replica |
+| old_logprobs                       | actor            | algorithm, losses | replica |
+| ref_logprobs                       | reference        | algorithm, losses | replica |
+| values                             | critic           | algorithm, losses | replica |
+| advantages, returns                | algorithm        | losses            | replica |
+
+all = host memory of every rank; leader = host memory of the rank that owns the engine;
+replica = device memory of all ranks (tp, pp, cp) of the DP replica that trains the sequence.
 
 A column entry at index t describes token t of the packed stream: ``old_logprobs[t]`` is
 log p(tokens[t] | the tokens of its sequence before t). Entries where ``mask`` is False are zero.
@@ -203,7 +209,8 @@ class Batch:
                 raise ValueError(f"column {name!r} was written before; each is written once")
             if value.shape != self.tokens.shape:
                 raise ValueError(
-                    f"column {name!r} has shape {tuple(value.shape)}, tokens {tuple(self.tokens.shape)}"
+                    f"column {name!r} has shape {tuple(value.shape)}, "
+                    f"tokens {tuple(self.tokens.shape)}"
                 )
             new[name] = value
         return replace(self, **new)
@@ -234,7 +241,7 @@ class Batch:
 
         out = []
         for (begin, end), sequences in zip(self.micro_bounds, self.sequences, strict=True):
-            borders = [s.start for s in sequences] + [sequences[-1].start + sequences[-1].length]
+            borders = [0] + [s.start + s.length for s in sequences]
             if borders[-1] < end - begin:
                 borders.append(end - begin)
             out.append(

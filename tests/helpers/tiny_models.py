@@ -30,7 +30,7 @@ def make_tiny(
 ) -> Path:
     """Write a random model of ``family`` (llama, qwen2, qwen3) in float32; returns the folder.
 
-    Defaults: hidden 64, 4 layers, 4 heads, 2 KV heads of 16, ffn 128, vocabulary 512; qwen2 is tied.
+    Defaults: hidden 64, ffn 128, 4 layers, 4 heads, 2 KV heads of 16, vocabulary 512, qwen2 tied.
     """
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config

@@ -1,0 +1,285 @@
+"""From trajectories on many ranks to packed micro-batches: decided alike on every rank.
+
+Every rank knows the facts of all trajectories (lengths, scores) and computes the same schedule;
+tokens then travel once, to the ranks that train them (``rollout.collect``), which assemble their
+:class:`~rlhf.types.Batch`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from rlhf.types import Batch, PackedSequence, Trajectory
+from rlhf.weights.model_shape import ModelShape
+
+KARMARKAR_KARP_LIMIT = 2048
+"""Above this many sequences the greedy rule is as good and much faster."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceCost:
+    """Training cost of one sequence of n tokens: ``per_token * n + per_square * n**2`` FLOP."""
+
+    per_token: float
+    per_square: float
+
+    def __call__(self, num_tokens: int) -> float:
+        return self.per_token * num_tokens + self.per_square * num_tokens**2
+
+
+def sequence_cost(shape: ModelShape) -> SequenceCost:
+    """FLOP of the matrix products of one forward pass; backward is twice that for both terms."""
+    attention = shape.hidden_size * shape.head_dim * (2 * shape.num_heads + 2 * shape.num_kv_heads)
+    mlp = 3 * shape.hidden_size * shape.ffn_size
+    # causal: half of the n x n scores, two products (QK and AV) of 2 FLOP per element
+    square = 2 * shape.num_heads * shape.head_dim
+    return SequenceCost(
+        2.0 * shape.num_layers * (attention + mlp), float(shape.num_layers * square)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What one packed forward pass may hold."""
+
+    tokens: int
+    """Largest sum of lengths, each rounded up to ``align``."""
+    align: int = 1
+    """Lengths of sequences count in multiples of this (2 * cp, and tp under sequence parallel)."""
+    multiple: int = 1
+    """Micro-batches per rank come in multiples of this (pp under virtual pipelining)."""
+
+    def rounded(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.align) * self.align
+
+
+Schedule = list[list[list[int]]]
+"""[dp rank][micro-batch] -> indices of sequences. Equal numbers of micro-batches on all ranks."""
+
+
+def schedule_microbatches(
+    lengths: Sequence[int], dp: int, budget: Budget, cost: SequenceCost
+) -> Schedule:
+    """Spread sequences over DP ranks by cost and pack each rank's share under the token budget.
+
+    Every sequence appears once. All ranks get the same number of micro-batches, a multiple of
+    ``budget.multiple``; where there are too few sequences for that, some micro-batches are empty
+    and become padding with zero weight.
+
+    Raises:
+        ValueError: a sequence is longer than the budget.
+    """
+    too_long = [(i, n) for i, n in enumerate(lengths) if budget.rounded(n) > budget.tokens]
+    if too_long:
+        i, n = max(too_long, key=lambda pair: pair[1])
+        raise ValueError(
+            f"sequence {i} has {n} tokens, more than train.tokens_per_microbatch={budget.tokens}; "
+            "raise it, or lower data.max_prompt_tokens or rollout.sampling.max_new_tokens"
+        )
+    if not lengths:
+        return [[] for _ in range(dp)]
+    shares = partition([cost(n) for n in lengths], dp)
+    tokens, _costs = [budget.rounded(n) for n in lengths], [cost(n) for n in lengths]
+    fewest = max(_fewest_bins([tokens[i] for i in share], budget.tokens) for share in shares)
+    num = -(-fewest // budget.multiple) * budget.multiple
+    return [
+        _pack(share, tokens, [cost(n) for n in lengths], num, budget.tokens) for share in shares
+    ]
+
+
+def partition(costs: Sequence[float], parts: int) -> list[list[int]]:
+    """Indices in ``parts`` groups of nearly equal total cost; deterministic.
+
+    Karmarkar-Karp differencing for up to KARMARKAR_KARP_LIMIT items, longest-first above.
+    """
+    if parts == 1:
+        return [list(range(len(costs)))]
+    if len(costs) > KARMARKAR_KARP_LIMIT:
+        return _longest_first(costs, parts)
+    heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
+    for i, c in enumerate(costs):
+        groups: list[tuple[float, list[int]]] = [(0.0, [])] * (parts - 1) + [(float(c), [i])]
+        heapq.heappush(heap, (-float(c), i, groups))
+    tie = len(costs)
+    while len(heap) > 1:
+        _, _, a = heapq.heappop(heap)
+        _, _, b = heapq.heappop(heap)
+        # the lightest of one with the heaviest of the other
+        merged = sorted(
+            ((x[0] + y[0], x[1] + y[1]) for x, y in zip(a, reversed(b), strict=True)),
+            key=lambda group: (group[0], group[1]),
+        )
+        tie += 1
+        heapq.heappush(heap, (merged[0][0] - merged[-1][0], tie, merged))
+    return sorted(sorted(group) for _, group in heap[0][2]) if heap else [[] for _ in range(parts)]
+
+
+def _longest_first(costs: Sequence[float], parts: int) -> list[list[int]]:
+    heap = [(0.0, p) for p in range(parts)]
+    out: list[list[int]] = [[] for _ in range(parts)]
+    for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        load, p = heapq.heappop(heap)
+        out[p].append(i)
+        heapq.heappush(heap, (load + costs[i], p))
+    return [sorted(group) for group in out]
+
+
+def _first_fit(order: Sequence[int], tokens: Sequence[int], cap: int) -> list[list[int]]:
+    """First fit of items in the given order."""
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for i in order:
+        for b, left in enumerate(room):
+            if tokens[i] <= left:
+                bins[b].append(i)
+                room[b] -= tokens[i]
+                break
+        else:
+            bins.append([i])
+            room.append(cap - tokens[i])
+    return bins
+
+
+def _longest_order(indices: Sequence[int], tokens: Sequence[int]) -> list[int]:
+    return sorted(indices, key=lambda i: (-tokens[i], i))
+
+
+def _fewest_bins(tokens: Sequence[int], cap: int) -> int:
+    return len(_first_fit(_longest_order(range(len(tokens)), tokens), tokens, cap))
+
+
+def _pack(
+    share: Sequence[int], tokens: Sequence[int], costs: Sequence[float], num: int, cap: int
+) -> list[list[int]]:
+    """One rank's share in exactly ``num`` bins under the cap, as even in cost as they come."""
+    order = sorted(share, key=lambda i: (-costs[i], i))
+    bins: list[list[int]] = [[] for _ in range(num)]
+    room, load = [cap] * num, [0.0] * num
+    for i in order:
+        fits = [b for b in range(num) if tokens[i] <= room[b]]
+        if not fits:
+            return _split(_first_fit(_longest_order(share, tokens), tokens, cap), num)
+        b = min(fits, key=lambda b: (load[b], b))
+        bins[b].append(i)
+        room[b] -= tokens[i]
+        load[b] += costs[i]
+    return [sorted(b) for b in bins]
+
+
+def _split(bins: list[list[int]], num: int) -> list[list[int]]:
+    """Split the fullest bins until there are ``num``; empty ones when nothing is left to split."""
+    bins = [sorted(b) for b in bins]
+    while len(bins) < num:
+        fullest = max(range(len(bins)), key=lambda b: len(bins[b]))
+        if len(bins[fullest]) < 2:
+            bins.append([])
+            continue
+        whole = bins.pop(fullest)
+        bins += [whole[: len(whole) // 2], whole[len(whole) // 2 :]]
+    return bins
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """The whole step's decision, equal on every rank.
+
+    ``updates[k][dp][m]`` lists the trajectory indices of micro-batch m of update k on a DP rank;
+    ``loss_weight[i]`` and ``credit[i]`` belong to trajectory i.
+    """
+
+    updates: tuple[Schedule, ...]
+    loss_weight: Mapping[int, float]
+    credit: Mapping[int, float]
+
+    def owners(self, layout_dp: int) -> dict[int, int]:
+        """Trajectory index -> DP rank that trains it."""
+        return {
+            i: dp
+            for schedule in self.updates
+            for dp in range(layout_dp)
+            for micro in schedule[dp]
+            for i in micro
+        }
+
+
+def split_updates(indices: Sequence[int], num_updates: int) -> list[list[int]]:
+    """Trajectories in order, cut in at most ``num_updates`` non-empty runs of nearly equal size."""
+    num = min(num_updates, len(indices))
+    bounds = [round(k * len(indices) / num) for k in range(num + 1)] if num else [0]
+    return [list(indices[a:b]) for a, b in itertools.pairwise(bounds)]
+
+
+def assemble(
+    plan: BatchPlan,
+    dp_rank: int,
+    trajectories: Mapping[int, Trajectory],
+    budget: Budget,
+    device: torch.device,
+) -> Batch | None:
+    """This DP rank's batch from its trajectories; None when the step has nothing to train."""
+    micros = [micro for schedule in plan.updates for micro in schedule[dp_rank]]
+    if not micros:
+        return None
+    packed = [_assemble_micro(micro, trajectories, plan, budget) for micro in micros]
+    ends = np.cumsum([0] + [len(p["tokens"]) for p, _ in packed]).tolist()
+    counts = np.cumsum([0] + [len(schedule[dp_rank]) for schedule in plan.updates]).tolist()
+
+    def column(name: str, dtype: torch.dtype) -> torch.Tensor:
+        whole = np.concatenate([p[name] for p, _ in packed])
+        return torch.from_numpy(whole).to(device=device, dtype=dtype)
+
+    return Batch(
+        tokens=column("tokens", torch.int64),
+        positions=column("positions", torch.int64),
+        mask=column("mask", torch.bool),
+        micro_bounds=tuple(itertools.pairwise(ends)),
+        mini_bounds=tuple(itertools.pairwise(counts)),
+        sequences=tuple(sequences for _, sequences in packed),
+    ).with_columns(
+        rollout_logprobs=column("rollout_logprobs", torch.float32),
+        credits=column("credits", torch.float32),
+        loss_weights=column("loss_weights", torch.float32),
+    )
+
+
+def _assemble_micro(
+    micro: Sequence[int], trajectories: Mapping[int, Trajectory], plan: BatchPlan, budget: Budget
+) -> tuple[dict[str, np.ndarray], tuple[PackedSequence, ...]]:
+    num_real = sum(len(trajectories[i].tokens) for i in micro)
+    total = budget.rounded(max(num_real, 1))
+    out = {
+        "tokens": np.zeros(total, np.int64),
+        "positions": np.zeros(total, np.int64),
+        "mask": np.zeros(total, bool),
+        "rollout_logprobs": np.zeros(total, np.float32),
+        "credits": np.zeros(total, np.float32),
+        "loss_weights": np.zeros(total, np.float32),
+    }
+    sequences, at = [], 0
+    for i in micro:
+        t = trajectories[i]
+        here = slice(at, at + len(t.tokens))
+        out["tokens"][here] = t.tokens
+        out["positions"][here] = np.arange(len(t.tokens))
+        out["mask"][here] = t.loss_mask
+        out["rollout_logprobs"][here] = t.rollout_logprobs
+        out["credits"][here] = plan.credit[i] * t.loss_mask
+        out["loss_weights"][here] = plan.loss_weight[i] * t.loss_mask
+        sequences.append(PackedSequence(index=i, start=at, length=len(t.tokens)))
+        at += len(t.tokens)
+    out["positions"][at:] = np.arange(total - at)
+    return out, tuple(sequences)
+
+
+def packed_labels(tokens: Sequence[int], cu_seqlens: Sequence[int]) -> list[int | None]:
+    """What each position predicts: the next token of its own sequence, None at the last one."""
+    labels: list[int | None] = [*list(tokens[1:]), None]
+    for end in cu_seqlens[1:]:
+        labels[end - 1] = None
+    return labels

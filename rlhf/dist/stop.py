@@ -1,0 +1,150 @@
+"""One rank fails or is signalled: all ranks stop, together, and one line says why.
+
+Two ways out:
+
+* *Asked* (INT, TERM, USR1): the flag is agreed on at the next phase edge, so all ranks leave at the
+  same place and the run can be saved. A second signal, or a rank that does not reach an edge within
+  the grace time, ends the process.
+* *Failed*: the rank that raises posts its cause in the store; every other rank's watcher sees it
+  within a second and ends its process, whatever collective it is waiting in.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from rlhf.types import Phase
+
+EXIT_FAILED = 1
+EXIT_STOPPED = 75  # EX_TEMPFAIL: start again and the run goes on
+POLL_S = 0.5
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+KEY = "rlhf/failed"
+
+
+class StopRequested(Exception):  # noqa: N818  (not an error: the run was asked to stop)
+    """All ranks agreed to stop here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    rank: int
+    phase: str
+    step: int
+    cause: str
+
+    def __str__(self) -> str:
+        return f"stopped: rank {self.rank}, phase {self.phase}, step {self.step}: {self.cause}"
+
+
+def consensus(flags_by_rank: Sequence[int]) -> int:
+    """The signal that all ranks act on: the largest that any rank has seen, 0 = go on."""
+    return max(flags_by_rank, default=0)
+
+
+class Stopper:
+    """Signal flag, failure watcher and the current phase of this rank."""
+
+    def __init__(self, rank: int, grace_s: float) -> None:
+        self.rank = rank
+        self.grace_s = grace_s
+        self.phase, self.step = Phase.SETUP, -1
+        self.signal = 0
+        self._signalled_at = 0.0
+        self._store: Any = None
+        self._done = threading.Event()
+        self._cleanups: list[Callable[[], None]] = []
+
+    def install(self) -> None:
+        """Take over INT, TERM and USR1 of this process. Main thread only."""
+        for number in SIGNALS:
+            signal.signal(number, self._on_signal)
+
+    def watch(self, open_store: Callable[[], Any]) -> None:
+        """Start the watcher thread. ``open_store`` gives it a store client of its own."""
+        self._store = open_store()
+        threading.Thread(target=self._watch, name="stop-watcher", daemon=True).start()
+
+    def at_exit(self, cleanup: Callable[[], None]) -> None:
+        """Run before this process is ended from the watcher; must be quick and must not raise."""
+        self._cleanups.append(cleanup)
+
+    def enter(self, phase: Phase, step: int) -> None:
+        self.phase, self.step = phase, step
+
+    def fail(self, error: BaseException) -> Failure:
+        """Post this rank's failure for all; the first one counts. Returns the one that counts."""
+        mine = Failure(self.rank, str(self.phase), self.step, describe(error))
+        if self._store is None:
+            return mine
+        try:
+            text = self._store.compare_set(KEY, "", json.dumps(_fields(mine)))
+            return Failure(**json.loads(text))
+        except RuntimeError:  # the store is gone: so is the launcher
+            return mine
+
+    def close(self) -> None:
+        self._done.set()
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if self.signal:
+            if number == signal.SIGINT and time.monotonic() - self._signalled_at > 1.0:
+                self._end(EXIT_STOPPED, "second signal")
+            return
+        self.signal, self._signalled_at = number, time.monotonic()
+
+    def _watch(self) -> None:
+        while not self._done.wait(POLL_S):
+            failure = self._read_failure()
+            if failure is not None and failure.rank != self.rank:
+                self._end(EXIT_FAILED, None)
+            if self.signal and time.monotonic() - self._signalled_at > self.grace_s:
+                name = signal.Signals(self.signal).name
+                self._end(
+                    EXIT_STOPPED,
+                    f"{name}, and phase {self.phase} did not end within {self.grace_s:.0f} s",
+                )
+
+    def _read_failure(self) -> Failure | None:
+        try:
+            if not self._store.check([KEY]):
+                return None
+            text = self._store.get(KEY).decode()
+        except RuntimeError:
+            return Failure(-1, str(self.phase), self.step, "the launcher's store is gone")
+        return Failure(**json.loads(text)) if text else None
+
+    def _end(self, code: int, why: str | None) -> None:
+        if why:
+            print(
+                f"stopped: rank {self.rank}, phase {self.phase}, step {self.step}: {why}",
+                file=sys.stderr,
+                flush=True,
+            )
+        for cleanup in self._cleanups:
+            cleanup()
+        os._exit(code)
+
+
+def describe(error: BaseException) -> str:
+    """Type and first line of an error."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}"
+
+
+def _fields(failure: Failure) -> dict[str, Any]:
+    return {
+        "rank": failure.rank,
+        "phase": failure.phase,
+        "step": failure.step,
+        "cause": failure.cause,
+    }
