@@ -221,17 +221,15 @@ def assemble(
     trajectories: Mapping[int, Trajectory],
     budget: Budget,
     device: torch.device,
-) -> Batch | None:
-    """This DP rank's batch from its trajectories; None when the step has nothing to train."""
+) -> Batch:
+    """This DP rank's batch from its trajectories; no micro-batch when there is nothing to train."""
     micros = [micro for schedule in plan.updates for micro in schedule[dp_rank]]
-    if not micros:
-        return None
     packed = [_assemble_micro(micro, trajectories, plan, budget) for micro in micros]
     ends = np.cumsum([0] + [len(p["tokens"]) for p, _ in packed]).tolist()
     counts = np.cumsum([0] + [len(schedule[dp_rank]) for schedule in plan.updates]).tolist()
 
     def column(name: str, dtype: torch.dtype) -> torch.Tensor:
-        whole = np.concatenate([p[name] for p, _ in packed])
+        whole = np.concatenate([p[name] for p, _ in packed] or [np.zeros(0)])
         return torch.from_numpy(whole).to(device=device, dtype=dtype)
 
     return Batch(

@@ -178,7 +178,9 @@ class RolloutLayout:
     def coord(self, rank: int) -> RolloutCoord:
         """Engine, stage and tp rank of a global rank."""
         inside = rank % self.engine_size
-        return RolloutCoord(engine=rank // self.engine_size, tp=inside % self.tp, pp=inside // self.tp)
+        return RolloutCoord(
+            engine=rank // self.engine_size, tp=inside % self.tp, pp=inside // self.tp
+        )
 
     def leader(self, engine: int) -> int:
         """The global rank that owns the engine host."""

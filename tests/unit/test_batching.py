@@ -82,7 +82,6 @@ def test_assemble_keeps_tokens_masks_and_columns_of_each_sequence():
         credit={i: float(i) for i in range(4)},
     )
     batch = assemble(plan, 0, trajectories, Budget(64, align=4), torch.device("cpu"))
-    assert batch is not None
     assert [b - a for a, b in batch.micro_bounds] == [12, 8, 8, 4]
     for (begin, _), sequences in zip(batch.micro_bounds, batch.sequences, strict=True):
         for s in sequences:
@@ -103,7 +102,6 @@ def test_a_column_is_written_once():
     trajectories = {0: _trajectory(0, 2, 2)}
     plan = BatchPlan(updates=([[[0]]],), loss_weight={0: 1.0}, credit={0: 1.0})
     batch = assemble(plan, 0, trajectories, Budget(8), torch.device("cpu"))
-    assert batch is not None
     column = torch.zeros_like(batch.tokens, dtype=torch.float32)
     batch = batch.with_columns(old_logprobs=column, ref_logprobs=None)
     with pytest.raises(ValueError, match="written before"):
@@ -116,3 +114,10 @@ def test_a_column_is_written_once():
 
 def test_labels_stay_inside_their_sequence():
     assert packed_labels([11, 12, 13, 21, 22], [0, 3, 5]) == [12, 13, None, 22, None]
+
+
+def test_nothing_to_train_is_an_empty_batch():
+    batch = assemble(BatchPlan((), {}, {}), 0, {}, Budget(8), torch.device("cpu"))
+    assert list(batch.minibatches()) == []
+    assert batch.microbatches() == []
+    assert batch.tokens.shape == (0,)

@@ -1,0 +1,195 @@
+"""Checkpoints of a run: complete or absent, never half; which to resume, which to delete.
+
+run_dir/checkpoints/step_00000020/    model, optimizer, RNG (Megatron's distributed format)
+                                 .../run.json   steps done and the configuration; written last
+run_dir/checkpoints/.writing-00000030/   a save in progress, or what a killed one left
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from rlhf.dist.gate import PhaseGate
+from rlhf.dist.groups import PhaseGroup
+from rlhf.types import Phase
+
+COMPLETE = "run.json"
+SPACE_MARGIN = 1.05
+
+
+def select_resume(steps_complete: Sequence[int]) -> int | None:
+    """The newest complete checkpoint, by number; no pointer file can be wrong about it."""
+    return max(steps_complete, default=None)
+
+
+def select_delete(steps_complete: Sequence[int], keep: int) -> list[int]:
+    """Steps to delete, oldest first, once a new checkpoint is among ``steps_complete``."""
+    return sorted(steps_complete)[: max(0, len(steps_complete) - keep)]
+
+
+def complete_steps(folder: Path) -> list[int]:
+    """Steps of the complete checkpoints in ``run_dir/checkpoints``, ascending."""
+    return sorted(
+        int(d.name.removeprefix("step_"))
+        for d in folder.glob("step_*")
+        if (d / COMPLETE).is_file() and d.name.removeprefix("step_").isdigit()
+    )
+
+
+class State(Protocol):
+    """What a checkpoint holds: model, optimizer and RNG of this rank."""
+
+    def num_bytes(self) -> int:
+        """Bytes that this rank will write."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Collective over all ranks."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Collective over all ranks."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    every: int
+    keep: int
+    num_steps: int
+
+
+class Checkpoints:
+    """Saves and loads on all ranks together."""
+
+    def __init__(
+        self,
+        *,
+        folder: Path,
+        state: State,
+        policy: Policy,
+        group: PhaseGroup,
+        gate: PhaseGate,
+        config: dict[str, Any],
+        free_bytes: Callable[[Path], int] | None = None,
+    ) -> None:
+        self.folder = folder
+        self._state = state
+        self._policy = policy
+        self._group = group
+        self._gate = gate
+        self._config = config
+        self._free_bytes = free_bytes or (lambda path: shutil.disk_usage(path).free)
+        self.steps_done = 0
+        self.last_saved: int | None = None
+
+    def resume(self, mode: str) -> int:
+        """Load the newest complete checkpoint; returns the number of steps done, 0 if none.
+
+        Args:
+            mode: ``auto``, ``never`` (start from the model), ``must`` (there has to be one).
+
+        Collective over all ranks; rank 0's view of the folder decides.
+        """
+        found = select_resume(complete_steps(self.folder)) if mode != "never" else None
+        step = self._group.gather(found)[0]
+        if step is None:
+            if mode == "must":
+                raise ValueError(
+                    f"checkpoint.resume=must, but {self.folder} holds no complete checkpoint"
+                )
+            return 0
+        self._state.load(self.path(step))
+        self.steps_done = self.last_saved = step
+        return step
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"step_{step:08d}"
+
+    def maybe_save(self, steps_done: int) -> None:
+        """Save if due after ``steps_done`` steps. Collective over all ranks."""
+        self.steps_done = steps_done
+        last = steps_done == self._policy.num_steps
+        due = self._policy.every and steps_done % self._policy.every == 0
+        if last or due:
+            self.save()
+
+    def save(self) -> None:
+        """Save the state after ``steps_done`` steps unless it is saved. Collective, all ranks.
+
+        The new one is written aside and renamed when all ranks have written; only then are old
+        ones deleted. On any error what was written is removed and the previous one stays.
+
+        Raises:
+            RuntimeError: no space, or a rank could not write; raised on every rank.
+        """
+        if self.last_saved == self.steps_done:
+            return
+        with self._gate.phase(Phase.SAVE, self.steps_done):
+            writing = self.folder / f".writing-{self.steps_done:08d}"
+            self._prepare(writing)
+            error = None
+            try:
+                self._state.save(writing)
+            except (OSError, RuntimeError, ValueError) as caught:
+                error = f"{type(caught).__name__}: {caught}"
+            self._agree(error, writing)
+            if self._group.world.is_first:
+                self._finish(writing)
+            self._group.gather(None)
+            self.last_saved = self.steps_done
+
+    def _prepare(self, writing: Path) -> None:
+        """Room for all ranks' bytes; leftovers of killed saves gone. Collective."""
+        need = sum(self._group.gather(self._state.num_bytes()))
+        error = None
+        if self._group.world.is_first:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                for old in self.folder.glob(".writing-*"):
+                    shutil.rmtree(old)
+                free = self._free_bytes(self.folder)
+                if free < need * SPACE_MARGIN:
+                    error = (
+                        f"a checkpoint needs {need * SPACE_MARGIN / 2**30:.2f} GiB in "
+                        f"{self.folder}, {free / 2**30:.2f} GiB are free; free some, or lower "
+                        f"checkpoint.keep={self._policy.keep}"
+                    )
+                else:
+                    writing.mkdir()
+            except OSError as caught:
+                error = f"{type(caught).__name__}: {caught}"
+        self._agree(error, writing)
+
+    def _agree(self, error: str | None, writing: Path) -> None:
+        """Raise on every rank if any rank has an error. Collective."""
+        errors = {r: e for r, e in enumerate(self._group.gather(error)) if e}
+        if not errors:
+            return
+        if self._group.world.is_first:
+            shutil.rmtree(writing, ignore_errors=True)
+        rank, text = next(iter(errors.items()))
+        kept = f"step {self.last_saved}" if self.last_saved is not None else "none"
+        raise RuntimeError(
+            f"checkpoint of step {self.steps_done} failed on rank {rank}: {text}; "
+            f"last complete checkpoint: {kept}"
+        )
+
+    def _finish(self, writing: Path) -> None:
+        record = {"steps_done": self.steps_done, "config": self._config}
+        with (writing / COMPLETE).open("w", encoding="utf-8") as f:
+            json.dump(record, f, indent=1)
+            f.flush()
+            os.fsync(f.fileno())
+        final = self.path(self.steps_done)
+        if final.exists():
+            shutil.rmtree(final)
+        writing.rename(final)
+        for step in select_delete(complete_steps(self.folder), self._policy.keep):
+            shutil.rmtree(self.path(step))

@@ -1,0 +1,58 @@
+"""The edge between two phases: ranks meet on the CPU, agree whether to stop, time what follows."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rlhf.dist.groups import PhaseGroup
+from rlhf.dist.stop import Stopper, StopRequested, consensus
+from rlhf.types import Phase
+
+STOPPABLE = frozenset({Phase.SETUP, Phase.ROLLOUT, Phase.PACK, Phase.SCORE, Phase.EVAL})
+"""Phases before which a run may stop: its weights then are those of a whole number of steps."""
+
+
+class PhaseGate:
+    """Every phase of the loop is entered through one gate.
+
+    ``seconds`` sums the time per phase since :meth:`take_seconds`; the wait at the edge is counted
+    as ``wait``, so that a slow peer shows as such.
+    """
+
+    def __init__(self, group: PhaseGroup, stopper: Stopper) -> None:
+        self._group = group
+        self._stopper = stopper
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, phase: Phase, step: int, role: str = "") -> Iterator[None]:
+        """Meet, agree, run the body. Collective over all ranks at the edge.
+
+        Raises:
+            StopRequested: on every rank alike, when any rank was signalled and the phase is
+                one of STOPPABLE.
+        """
+        began = time.perf_counter()
+        self._stopper.enter(phase, step)
+        asked = consensus(self._group.max([self._stopper.signal]))
+        if asked and phase in STOPPABLE:
+            raise StopRequested(
+                f"{signal.Signals(asked).name} at the edge of phase {phase}, step {step}"
+            )
+        self._add("wait", began)
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._add(f"{phase}_{role}" if role else str(phase), began)
+
+    def take_seconds(self) -> dict[str, float]:
+        """Seconds per phase since the last call."""
+        taken, self._seconds = self._seconds, {}
+        return taken
+
+    def _add(self, name: str, began: float) -> None:
+        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - began

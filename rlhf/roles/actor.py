@@ -1,0 +1,68 @@
+"""Actor: the model that is trained and whose weights the engines serve."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from torch import Tensor
+
+from rlhf.dist.gate import PhaseGate
+from rlhf.mcore.forward import TrainStats, logprobs, train
+from rlhf.mcore.model import TrainModel
+from rlhf.mcore.optimizer import Optimizer
+from rlhf.types import Batch, Phase
+
+LossFn = Callable[[Tensor, Tensor, dict[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
+
+
+class Updates(Protocol):
+    """Where the statistics of an update go."""
+
+    def __call__(self, stats: TrainStats) -> None: ...
+
+
+class Actor:
+    """Log-probabilities and updates of the policy, each in its own phase."""
+
+    def __init__(
+        self,
+        *,
+        model: TrainModel,
+        optimizer: Optimizer,
+        loss_fn: LossFn,
+        temperature: float,
+        gate: PhaseGate,
+        on_update: Updates,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self._loss_fn = loss_fn
+        self._temperature = temperature
+        self._gate = gate
+        self._on_update = on_update
+
+    @property
+    def params(self) -> Mapping[str, Tensor]:
+        """This rank's shard by parameter name; live tensors, not copies."""
+        return self.model.params
+
+    def logprobs(self, batch: Batch, step: int) -> Tensor:
+        """old_logprobs [T] float32 of the trained tokens, before any update of the step.
+
+        Collective over the model-parallel ranks of this DP replica.
+        """
+        with self._gate.phase(Phase.SCORE, step, "actor"):
+            return logprobs(self.model, batch.microbatches(), self._temperature)
+
+    def update(self, minibatch: Batch, step: int) -> None:
+        """One optimizer step. Collective over all ranks."""
+        with self._gate.phase(Phase.UPDATE, step, "actor"):
+            stats = train(
+                self.model,
+                self.optimizer,
+                minibatch.microbatches(),
+                self._loss_fn,
+                self._temperature,
+            )
+            self._on_update(stats)

@@ -1,0 +1,207 @@
+"""Rollout: every engine answers its share of the prompts, and each answer is scored as it comes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from rlhf.dist.gate import PhaseGate
+from rlhf.dist.groups import PhaseGroup
+from rlhf.dist.layout import RolloutLayout
+from rlhf.rollout.engine import Completion, RolloutEngine, SampleRequest
+from rlhf.types import Phase, Prompt, Score, Status, Trajectory, TrajectoryFacts
+
+
+class Scorer(Protocol):
+    """What the collector needs of the rewards."""
+
+    def score(self, prompt: Prompt, text: str, trajectory: Trajectory) -> Score: ...
+
+
+class Decoder(Protocol):
+    """What the collector needs of the tokenizer."""
+
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How answers are sampled; the same for all prompts of a phase."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    max_new_tokens: int
+    stop_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """An answer to look at."""
+
+    prompt: str
+    answer: str
+    expected: str
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One phase's result: facts of all trajectories everywhere, tokens on their owner.
+
+    ``facts`` is sorted by index; index = prompt * samples_per_prompt + sample.
+    """
+
+    facts: tuple[TrajectoryFacts, ...]
+    trajectories: Mapping[int, Trajectory]
+    samples: tuple[Sample, ...]
+
+
+def request_seed(run_seed: int, step: int, prompt_uid: str, sample: int) -> int:
+    """A 31-bit seed that depends on nothing but its arguments."""
+    text = f"{run_seed}|{step}|{prompt_uid}|{sample}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") & 0x7FFFFFFF
+
+
+def to_trajectory(prompt: Prompt, sample: int, done: Completion, version: int) -> Trajectory:
+    """The prompt's and the engine's own token ids, never decoded and encoded again.
+
+    Trained is what the engine generated, stop token included; nothing is derived from token values,
+    so a padding id inside the text, or one equal to the stop token, changes nothing.
+    """
+    answer, asked = len(done.token_ids), len(prompt.token_ids)
+    mask = response_mask(asked + answer, asked, answer)
+    logprobs = np.zeros(asked + answer, np.float32)
+    logprobs[asked:] = done.logprobs
+    return Trajectory(
+        prompt_uid=prompt.uid,
+        sample=sample,
+        tokens=np.array([*prompt.token_ids, *done.token_ids], np.int32),
+        loss_mask=mask,
+        rollout_logprobs=logprobs,
+        versions=np.where(mask, version, -1).astype(np.int32),
+        status=done.status,
+    )
+
+
+def response_mask(total: int, start: int, generated: int) -> np.ndarray:
+    """[total] bool, True on ``generated`` positions from ``start``: only lengths decide."""
+    at = np.arange(total)
+    return (at >= start) & (at < start + generated)
+
+
+class Collector:
+    """Asks the engine of this rank for its share; gathers facts, not tokens."""
+
+    def __init__(
+        self,
+        *,
+        engine: RolloutEngine | None,
+        layout: RolloutLayout,
+        group: PhaseGroup,
+        gate: PhaseGate,
+        scorer: Scorer,
+        decoder: Decoder,
+        seed: int,
+        timeout_s: float,
+    ) -> None:
+        """``engine`` is None on ranks that do not lead one."""
+        self._engine = engine
+        self._layout = layout
+        self._group = group
+        self._gate = gate
+        self._scorer = scorer
+        self._decoder = decoder
+        self._seed = seed
+        self._timeout_s = timeout_s
+        self.version = -1
+
+    def collect(
+        self,
+        prompts: Sequence[Prompt],
+        step: int,
+        sampling: Sampling,
+        num_samples: int = 1,
+        phase: Phase = Phase.ROLLOUT,
+    ) -> Rollout:
+        """``num_samples`` answers to each prompt. Collective over all ranks.
+
+        The map from prompts to engines is fixed (prompt i to engine i mod engines) and so is the
+        seed of each request: a rollout repeats whatever else is going on.
+        """
+        with self._gate.phase(phase, step):
+            mine, samples = self._answer(prompts, step, sampling, num_samples)
+            shares = self._group.gather([facts for facts, _ in mine])
+            facts = sorted((f for share in shares for f in share), key=lambda f: f.index)
+            want = len(prompts) * num_samples
+            if [f.index for f in facts] != list(range(want)):
+                raise RuntimeError(f"rollout gave {len(facts)} trajectories, expected {want}")
+            return Rollout(
+                facts=tuple(facts),
+                trajectories={facts.index: trajectory for facts, trajectory in mine},
+                samples=samples,
+            )
+
+    def _answer(
+        self, prompts: Sequence[Prompt], step: int, sampling: Sampling, num_samples: int
+    ) -> tuple[list[tuple[TrajectoryFacts, Trajectory]], tuple[Sample, ...]]:
+        if self._engine is None:
+            return [], ()
+        me = self._layout.coord(self._group.world.rank).engine
+        share = [i for i in range(len(prompts)) if i % self._layout.num_engines == me]
+        requests = [
+            SampleRequest(
+                key=i * num_samples + s,
+                token_ids=prompts[i].token_ids,
+                seed=request_seed(self._seed, step, prompts[i].uid, s),
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                max_new_tokens=sampling.max_new_tokens,
+                stop_token_ids=sampling.stop_token_ids,
+            )
+            for i in share
+            for s in range(num_samples)
+        ]
+        scored: dict[int, tuple[TrajectoryFacts, Trajectory, Sample]] = {}
+
+        def take(done: Completion) -> None:
+            prompt = prompts[done.key // num_samples]
+            trajectory = to_trajectory(prompt, done.key % num_samples, done, self.version)
+            text = self._text(done, sampling.stop_token_ids)
+            score = self._scorer.score(prompt, text, trajectory)
+            facts = self._facts(done.key, num_samples, prompt, trajectory, score)
+            sample = Sample(prompt.text, text, prompt.answer, score.value)
+            scored[done.key] = (facts, trajectory, sample)
+
+        if requests:
+            self._engine.generate(requests, take, self._timeout_s)
+        ordered = [scored[r.key] for r in requests]
+        return [(f, t) for f, t, _ in ordered], tuple(s for _, _, s in ordered)
+
+    def _text(self, done: Completion, stop_token_ids: tuple[int, ...]) -> str:
+        ids = list(done.token_ids)
+        if done.status is Status.STOPPED and ids and ids[-1] in stop_token_ids:
+            ids.pop()
+        return self._decoder.decode(ids)
+
+    def _facts(
+        self, key: int, num_samples: int, prompt: Prompt, trajectory: Trajectory, score: Score
+    ) -> TrajectoryFacts:
+        versions = trajectory.versions[trajectory.loss_mask]
+        return TrajectoryFacts(
+            index=key,
+            group=key // num_samples,
+            owner=self._group.world.rank,
+            domain=prompt.domain,
+            num_tokens=len(trajectory.tokens),
+            num_trained_tokens=int(trajectory.loss_mask.sum()),
+            score=score,
+            status=trajectory.status,
+            min_version=int(versions.min()) if len(versions) else self.version,
+            max_version=int(versions.max()) if len(versions) else self.version,
+        )
