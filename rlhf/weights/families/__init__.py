@@ -1,0 +1,31 @@
+"""How each model family's weights lie in Megatron and in SGLang, as tables, and their reader."""
+
+from rlhf.weights.families.checks import (
+    check_rollout,
+    check_train,
+    engine_vocab,
+    pad_vocab,
+    padded_vocab,
+)
+from rlhf.weights.families.layouts import (
+    engine_layers,
+    full_shapes,
+    rollout_param_shapes,
+    rollout_pieces,
+    train_param_shapes,
+    train_pieces,
+)
+
+__all__ = [
+    "check_rollout",
+    "check_train",
+    "engine_layers",
+    "engine_vocab",
+    "full_shapes",
+    "pad_vocab",
+    "padded_vocab",
+    "rollout_param_shapes",
+    "rollout_pieces",
+    "train_param_shapes",
+    "train_pieces",
+]
