@@ -75,7 +75,7 @@ class Stopper:
         threading.Thread(target=self._watch, name="stop-watcher", daemon=True).start()
 
     def at_exit(self, cleanup: Callable[[], None]) -> None:
-        """Run before this process is ended from the watcher; must be quick and must not raise."""
+        """Run before this process ends itself; must be quick and must not raise."""
         self._cleanups.append(cleanup)
 
     def enter(self, phase: Phase, step: int) -> None:
@@ -92,7 +92,13 @@ class Stopper:
         except RuntimeError:  # the store is gone: so is the launcher
             return mine
 
+    def cleanup(self) -> None:
+        """End what this process started; called right before the process ends itself."""
+        for cleanup in self._cleanups:
+            cleanup()
+
     def close(self) -> None:
+        """Stop watching: the run has ended well."""
         self._done.set()
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
@@ -130,8 +136,7 @@ class Stopper:
                 file=sys.stderr,
                 flush=True,
             )
-        for cleanup in self._cleanups:
-            cleanup()
+        self.cleanup()
         os._exit(code)
 
 

@@ -1,0 +1,102 @@
+"""``rlhf train | eval | convert | doctor``: thin; each command is a function elsewhere."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status (2: the request itself is wrong)."""
+    args = _parser().parse_args(argv)
+    try:
+        return int(args.run(args))
+    except ValueError as error:  # what the user gave; anything else is a defect and shows itself
+        print(error, file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    out = argparse.ArgumentParser(prog="rlhf", description="RL post-training, one SPMD program")
+    commands = out.add_subparsers(required=True, metavar="COMMAND")
+    _add_train(commands.add_parser("train", help="train from a configuration"), _train)
+    _add_train(commands.add_parser("eval", help="held-out accuracy of the newest state"), _eval)
+    convert = commands.add_parser("convert", help="Hugging Face <-> Megatron checkpoint")
+    convert.add_argument("--gguf", metavar="PACKAGE", help="import the GGUF file of a package")
+    convert.add_argument("source", nargs="?", help="HF folder, or a checkpoint of a run")
+    convert.add_argument("target", help="folder to write")
+    convert.set_defaults(run=_convert)
+    doctor = commands.add_parser("doctor", help="what is installed, what is missing, what it costs")
+    doctor.add_argument("--json", action="store_true")
+    doctor.set_defaults(run=_doctor)
+    return out
+
+
+def _add_train(parser: argparse.ArgumentParser, run: object) -> None:
+    parser.add_argument("config", help="YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="changed settings")
+    parser.add_argument("--loop", metavar="FILE.py:FUNCTION", help="a loop of your own")
+    parser.add_argument("--show-flow", action="store_true", help="print roles, phases and columns")
+    parser.set_defaults(run=run)
+
+
+def _train(args: argparse.Namespace) -> int:
+    return _run_loop(args, args.loop)
+
+
+def _eval(args: argparse.Namespace) -> int:
+    return _run_loop(args, args.loop or "rlhf.loop:evaluate")
+
+
+def _run_loop(args: argparse.Namespace, loop: str | None) -> int:
+    from rlhf.config.load import load_config
+    from rlhf.dist.world import is_launched
+    from rlhf.train import find_loop
+    from rlhf.train import main as run_rank
+
+    config = load_config(args.config, args.overrides)
+    if args.show_flow:
+        from rlhf.flow import flow_text
+
+        print(flow_text(config))
+        return 0
+    arguments = [args.config, *args.overrides]
+    if loop is not None:
+        find_loop(loop)
+        arguments += ["--loop", loop]
+    if is_launched():
+        return run_rank(arguments)
+    from rlhf.launch import default_ranks, launch
+    from rlhf.preflight import check
+
+    ranks = config.dist.ranks or default_ranks()
+    check(config, ranks, args.config)
+    return launch("rlhf.train", arguments, ranks)
+
+
+def _convert(args: argparse.Namespace) -> int:
+    if args.gguf:
+        from rlhf.weights.gguf_import import find_packaged_gguf, import_gguf
+
+        import_gguf(find_packaged_gguf(args.gguf), Path(args.target))
+        return 0
+    if args.source is None:
+        raise ValueError("rlhf convert SOURCE TARGET: give a source folder, or --gguf PACKAGE")
+    from rlhf.convert import convert
+
+    print(convert(Path(args.source), Path(args.target)))
+    return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from rlhf.doctor import diagnose
+
+    report = diagnose()
+    print(report.as_json() if args.json else report.as_text())
+    return 0 if report.can_train else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
