@@ -7,28 +7,44 @@ receive their own section, never the whole :class:`Config`. Checks over several 
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
 
-Fraction = Annotated[float, Field(ge=0, le=1)]
-NonNegative = Annotated[float, Field(ge=0)]
-Count = Annotated[int, Field(ge=0)]
+
+def _not_a_truth_value(value: Any) -> Any:
+    """pydantic would take ``true`` for 1."""
+    if isinstance(value, bool):
+        raise ValueError("must be a number, not true or false")
+    return value
+
+
+Int = Annotated[int, BeforeValidator(_not_a_truth_value)]
+Float = Annotated[float, BeforeValidator(_not_a_truth_value)]
+Count = Annotated[Int, Field(ge=0)]
+PositiveInt = Annotated[Int, Field(gt=0)]
+Fraction = Annotated[Float, Field(ge=0, le=1)]
+NonNegative = Annotated[Float, Field(ge=0)]
+PositiveFloat = Annotated[Float, Field(gt=0)]
+Seed = Annotated[Int, Field(ge=0, lt=2**32)]
+Text = Annotated[str, Field(min_length=1)]
 
 
 class Section(BaseModel):
     """Base of all sections."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
 
 class ModelSection(Section):
-    path: str
+    path: Text
     """HF folder with config.json, safetensors and tokenizer. Relative to the working directory."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Body of the model in training and rollout; bfloat16 keeps float32 masters in the optimizer."""
+    """Body of the model in training and rollout; bfloat16 keeps float32 optimizer masters."""
     fp32_head: bool = True
-    """Compute the output head in float32 in trainer and engine; halves the bf16 gap between them."""
+    """Output head in float32 in trainer and engine; halves the bf16 gap between them."""
 
 
 class TrainSection(Section):
@@ -61,12 +77,12 @@ class TrainSection(Section):
 class SamplingSection(Section):
     temperature: NonNegative = 1.0
     """0 = greedy. Trainer log-probabilities are divided by it too."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: int = -1
+    top_p: Annotated[Float, Field(gt=0, le=1)] = 1.0
+    top_k: Int = -1
     """-1 = off."""
     max_new_tokens: PositiveInt = 1024
-    stop: tuple[str, ...] = ()
-    """Texts that end an answer; each must be a single token of the model (the engine sees token ids)."""
+    stop: tuple[Text, ...] = ()
+    """Texts that end an answer; each must be a single token (the engine sees token ids)."""
 
 
 class RolloutSection(Section):
@@ -85,7 +101,7 @@ class RolloutSection(Section):
     """Requests that an engine decodes at the same time."""
     kv_tokens: PositiveInt | None = None
     """Tokens of the engine's KV cache; empty: what mem_fraction leaves."""
-    mem_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.6
+    mem_fraction: Annotated[Float, Field(gt=0, lt=1)] = 0.6
     """Share of the device for engine weights and KV cache."""
     start_timeout_s: PositiveFloat = 300
     timeout_s: PositiveFloat = 3600
@@ -102,13 +118,13 @@ class JsonlSource(Section):
     """Rows of a JSONL file."""
 
     type: Literal["jsonl"]
-    name: str
+    name: Text
     """Domain; metrics are split by it."""
-    path: str
-    prompt_key: str = "prompt"
+    path: Text
+    prompt_key: Text = "prompt"
     """A text, or a list of chat messages {role, content}."""
-    answer_key: str = "answer"
-    reward: str = "exact_match"
+    answer_key: Text = "answer"
+    reward: Text = "exact_match"
     """Name of a reward rule, or file.py:function."""
     weight: PositiveFloat = 1.0
     """Share of this domain in the mix."""
@@ -118,19 +134,19 @@ class ReasoningGymSource(Section):
     """Tasks of the reasoning-gym package, generated from a seed."""
 
     type: Literal["reasoning_gym"]
-    name: str
-    task: str
+    name: Text
+    task: Text
     """Registered task, e.g. chain_sum."""
-    params: dict[str, int | float | str | bool] = {}
+    params: dict[str, JsonValue] = {}
     size: PositiveInt = 1000
     """Items generated before duplicates are dropped."""
-    seed: int = 0
+    seed: Seed = 0
     template: str | None = None
-    """Plain text with {question} or any metadata key, e.g. {expression}; empty: the model's chat template."""
+    """Plain text with {question} or a metadata key, e.g. {expression}; empty: the chat template."""
     held_out: Count = 0
     """Distinct items kept out of training; the eval source of the same task takes exactly these."""
     split: Literal["train", "held_out"] = "train"
-    reward: str = "reasoning_gym"
+    reward: Text = "reasoning_gym"
     weight: PositiveFloat = 1.0
 
 
@@ -143,14 +159,21 @@ class DataSection(Section):
     max_prompt_tokens: PositiveInt = 1024
     """Longer prompts are dropped with a warning; if none is left the run stops."""
     shuffle: bool = True
+    """Another order in each epoch, from the run's seed; off: the order of the source."""
+    drop_last: bool = False
+    """Leave out the last rows of an epoch that don't fill a step; off: the next epoch fills it."""
 
 
 class KLSection(Section):
     """Penalty for leaving the reference model."""
 
     place: Literal["off", "loss", "reward"] = "off"
+    """In the loss, in the reward of each token, or nowhere (then there is no reference model)."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    coef: NonNegative = 0.001
+    """Of the KL divergence from the reference (http://joschu.net/blog/kl-approx.html). In the loss
+    the expected gradient of k1 is zero and that of k2 is the divergence's own."""
+    coef: NonNegative | None = None
+    """Factor of the penalty; needed unless place is off."""
 
 
 class AlgorithmSection(Section):
@@ -158,10 +181,10 @@ class AlgorithmSection(Section):
     clip_low: Fraction = 0.2
     clip_high: NonNegative = 0.28
     """Clip-higher (DAPO, arXiv:2503.14476): ratio is clipped to [1 - clip_low, 1 + clip_high]."""
-    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    dual_clip: Annotated[Float, Field(gt=1)] | None = None
     """Bound of the loss for negative advantages (arXiv:1912.09729)."""
     normalize_by_std: bool = True
-    """Divide group advantages by the group's sample standard deviation (off: Dr. GRPO, arXiv:2503.20783)."""
+    """Divide by the group's sample standard deviation (off: Dr. GRPO, arXiv:2503.20783)."""
     std_eps: PositiveFloat = 1e-6
     aggregation: Literal["token-mean", "sequence-mean", "fixed-length"] = "token-mean"
     """How token losses become one number, over the whole update on all ranks."""
@@ -186,8 +209,8 @@ class OptimizerSection(Section):
     warmup_steps: Count = 0
     decay: Literal["constant", "linear", "cosine"] = "constant"
     """From lr to min_lr over the updates after warm-up."""
-    beta1: Fraction = 0.9
-    beta2: Fraction = 0.95
+    beta1: Annotated[Float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[Float, Field(ge=0, lt=1)] = 0.95
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegative = 0.0
     clip_grad: NonNegative = 1.0
@@ -217,7 +240,7 @@ class TrackSection(Section):
     tensorboard: bool = False
     swanlab: Literal["cloud", "local", "offline", "off"] = "off"
     wandb: Literal["online", "offline", "off"] = "off"
-    project: str = "rlhf"
+    project: Text = "rlhf"
     gap_alarm: PositiveFloat = 0.1
     """Warn when the mean |rollout_logprobs - old_logprobs| of a step is above this."""
     samples_every: Count = 5
@@ -225,6 +248,8 @@ class TrackSection(Section):
 
 
 class DistSection(Section):
+    ranks: PositiveInt | None = None
+    """Ranks that `rlhf train` starts on this machine; empty: one per GPU, or 1 without GPUs."""
     timeout_s: PositiveFloat = 600
     """Longest wait in a compute collective."""
     stop_grace_s: PositiveFloat = 25
@@ -232,9 +257,9 @@ class DistSection(Section):
 
 
 class Config(Section):
-    run_dir: str
+    run_dir: Text
     """Folder for everything that a run writes."""
-    seed: int = 0
+    seed: Seed = 0
     num_steps: PositiveInt
     model: ModelSection
     train: TrainSection = TrainSection()

@@ -1,0 +1,350 @@
+"""What must hold between sections, with the model and the number of ranks. No process group.
+
+Every rule adds a ``key.path: what must hold, both numbers, what to do`` line; all are reported.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from rlhf.config.faults import ConfigError
+from rlhf.config.schema import (
+    AlgorithmSection,
+    Config,
+    JsonlSource,
+    OptimizerSection,
+    ReasoningGymSource,
+    RolloutSection,
+    TrainSection,
+)
+from rlhf.dist.layout import LayoutError, RolloutLayout, TrainLayout
+from rlhf.weights.model_shape import ModelShape
+
+
+def check_config(config: Config, shape: ModelShape, world: int, source: str = "config") -> None:
+    """Refuse impossible combinations; pure but for looking at paths.
+
+    Args:
+        config: already valid key by key.
+        shape: the model at ``model.path``.
+        world: number of ranks.
+        source: names the configuration in messages.
+
+    Raises:
+        ConfigError: all faults.
+    """
+    rules: tuple[Callable[[], Iterator[str]], ...] = (
+        lambda: _layout_faults(config, shape, world),
+        lambda: _feature_faults(config.train, config.rollout),
+        lambda: _batch_section_faults(config, world),
+        lambda: _algorithm_faults(config.algorithm, config.batch.samples_per_prompt),
+        lambda: _sampling_faults(config),
+        lambda: _length_faults(config, shape),
+        lambda: _engine_faults(config, world),
+        lambda: _optimizer_faults(
+            config.optimizer, config.num_steps * config.batch.updates_per_step
+        ),
+        lambda: _data_faults(config),
+        lambda: _path_faults(config),
+    )
+    faults = [f"{source}:{fault}" for rule in rules for fault in rule()]
+    if faults:
+        raise ConfigError(faults)
+
+
+def _layout_faults(config: Config, shape: ModelShape, world: int) -> Iterator[str]:
+    train, rollout = config.train, config.rollout
+    if train.sequence_parallel and train.tp == 1:
+        yield (
+            "train.sequence_parallel: needs train.tp > 1, which is 1; turn it off or raise train.tp"
+        )
+    if train.vpp > 1 and train.pp == 1:
+        yield f"train.vpp: {train.vpp} chunks need train.pp > 1, which is 1; set vpp to 1"
+    for key in ("first", "last"):
+        if getattr(train, key) is not None and train.pp == 1:
+            yield f"train.{key}: needs train.pp > 1, which is 1; leave it out"
+    yield from tensor_parallel_faults("train.tp", train.tp, shape)
+    yield from engine_tensor_parallel_faults(rollout.tp, shape)
+    yield from _grid_faults(train, shape, world)
+    try:
+        RolloutLayout(world, rollout.tp, rollout.dp, rollout.ep, rollout.pp, rollout.a2a)
+    except LayoutError as error:
+        yield from error.faults
+
+
+def _grid_faults(train: TrainSection, shape: ModelShape, world: int) -> Iterator[str]:
+    try:
+        layout = train_layout(train, world)
+        if layout.pp * layout.vpp > shape.num_layers:
+            yield (
+                f"train.pp: pp*vpp={layout.pp * layout.vpp} must be at most the model's "
+                f"{shape.num_layers} layers; lower pp or vpp"
+            )
+            return
+        for stage in range(layout.pp):
+            for chunk in range(layout.vpp):
+                layout.layers(shape.num_layers, stage, chunk)
+    except LayoutError as error:
+        yield from error.faults
+
+
+def train_layout(train: TrainSection, world: int) -> TrainLayout:
+    """The training grid of a configuration.
+
+    Raises:
+        LayoutError: the ranks cannot form it.
+    """
+    return TrainLayout(
+        world, train.tp, train.pp, train.vpp, train.cp, train.ep, train.etp, train.first, train.last
+    )
+
+
+def divisors(*numbers: int) -> list[int]:
+    """The numbers that divide all of ``numbers``, ascending."""
+    common = math.gcd(*numbers)
+    return [d for d in range(1, common + 1) if common % d == 0]
+
+
+def tensor_parallel_faults(key: str, tp: int, shape: ModelShape) -> Iterator[str]:
+    """Training splits heads, KV heads and the feed-forward layer evenly over ``tp`` ranks."""
+    sizes = {
+        "attention heads": shape.num_heads,
+        "KV heads": shape.num_kv_heads,
+        "feed-forward size": shape.ffn_size,
+    }
+    bad = [f"{name} {size}" for name, size in sizes.items() if size % tp]
+    if bad:
+        allowed = ", ".join(map(str, divisors(*sizes.values())))
+        yield f"{key}: {tp} must divide the model's {', '.join(bad)}; set it to one of {allowed}"
+
+
+def engine_tensor_parallel_faults(tp: int, shape: ModelShape) -> Iterator[str]:
+    """An engine may copy KV heads: tp divides them or is a multiple of them."""
+    kv = shape.num_kv_heads
+
+    def fits(tp: int) -> bool:
+        heads = shape.num_heads % tp == 0 and shape.ffn_size % tp == 0
+        return heads and (kv % tp == 0 or tp % kv == 0)
+
+    if not fits(tp):
+        allowed = [t for t in divisors(shape.num_heads, shape.ffn_size) if fits(t)]
+        yield (
+            f"rollout.tp: {tp} must divide the model's {shape.num_heads} attention heads and "
+            f"feed-forward size {shape.ffn_size}, and divide its {kv} KV heads or be a multiple "
+            f"of them; set it to one of {', '.join(map(str, allowed))}"
+        )
+
+
+def expert_faults(ep: int, num_experts: int) -> Iterator[str]:
+    """Experts are spread evenly."""
+    if num_experts % ep:
+        yield f"train.ep: {ep} must divide the model's {num_experts} experts"
+
+
+def _feature_faults(train: TrainSection, rollout: RolloutSection) -> Iterator[str]:
+    if train.cp > 1:
+        yield f"train.cp: must be 1, is {train.cp}: context parallelism is not supported yet"
+    dense = "the supported models have no experts"
+    if train.ep > 1:
+        yield f"train.ep: must be 1, is {train.ep}: {dense}"
+    if train.etp is not None:
+        yield f"train.etp: must be left out, is {train.etp}: {dense}"
+    if rollout.ep > 1:
+        yield f"rollout.ep: must be 1, is {rollout.ep}: {dense}"
+    if rollout.a2a != "none":
+        yield f"rollout.a2a: must be none, is {rollout.a2a}: {dense}"
+    if rollout.dp > 1:
+        yield (
+            f"rollout.dp: must be 1, is {rollout.dp}: the engine has no DP-attention for Llama and "
+            "Qwen models; lower rollout.tp for more engines instead"
+        )
+    if rollout.pp > 1:
+        yield (
+            f"rollout.pp: must be 1, is {rollout.pp}: pipeline-parallel engines are not supported "
+            "yet; use rollout.tp"
+        )
+
+
+def batch_faults(prompts: int, samples: int, updates: int, dp: int) -> Iterator[str]:
+    """Each update trains the same number of responses, the same on every DP rank."""
+    responses = prompts * samples
+    made = f"prompts_per_step*samples_per_prompt={prompts}*{samples}={responses}"
+    if responses % updates:
+        yield (
+            f"batch.updates_per_step: {updates} must divide {made}; set it to 1 or another divisor"
+        )
+    elif responses // updates % dp:
+        yield (
+            f"batch.prompts_per_step: {made} over updates_per_step={updates} gives "
+            f"{responses // updates} responses per update, which must be a multiple of the "
+            f"{dp} data-parallel ranks; change the batch, or train.tp and train.pp"
+        )
+
+
+def _batch_section_faults(config: Config, world: int) -> Iterator[str]:
+    batch = config.batch
+    try:
+        dp = train_layout(config.train, world).dp
+    except LayoutError:
+        dp = 1  # the layout's own fault is reported
+    yield from batch_faults(
+        batch.prompts_per_step, batch.samples_per_prompt, batch.updates_per_step, dp
+    )
+
+
+def _algorithm_faults(algorithm: AlgorithmSection, samples: int) -> Iterator[str]:
+    if samples < 2:
+        yield (
+            f"batch.samples_per_prompt: must be at least 2, is {samples}: "
+            f"{algorithm.name} compares the answers to one prompt with each other"
+        )
+    kl = algorithm.kl
+    if kl.place == "off" and kl.coef is not None:
+        yield (
+            f"algorithm.kl.coef: {kl.coef} has no effect while algorithm.kl.place is off; "
+            "leave it out, or set place to loss or reward"
+        )
+    if kl.place != "off" and kl.coef is None:
+        yield (
+            f"algorithm.kl.coef: must be given while algorithm.kl.place is {kl.place}, e.g. 0.001"
+        )
+    if algorithm.aggregation != "fixed-length" and algorithm.fixed_length_tokens is not None:
+        yield (
+            f"algorithm.fixed_length_tokens: {algorithm.fixed_length_tokens} has no effect while "
+            f"algorithm.aggregation is {algorithm.aggregation}; leave it out, or set aggregation "
+            "to fixed-length"
+        )
+    if algorithm.dual_clip is not None and algorithm.dual_clip <= 1 + algorithm.clip_high:
+        yield (
+            f"algorithm.dual_clip: {algorithm.dual_clip} must be above 1 + clip_high = "
+            f"{1 + algorithm.clip_high}, e.g. 3"
+        )
+
+
+def _sampling_faults(config: Config) -> Iterator[str]:
+    sampling = config.rollout.sampling
+    if sampling.temperature == 0:
+        yield (
+            "rollout.sampling.temperature: must be above 0 in training, is 0: all answers to a "
+            "prompt would be equal; evaluation is greedy anyway"
+        )
+    truncated = "the engine would sample from fewer tokens than the trainer gives probability to"
+    if sampling.top_p < 1:
+        yield f"rollout.sampling.top_p: must be 1 in training, is {sampling.top_p}: {truncated}"
+    if sampling.top_k not in (-1, 0):
+        yield f"rollout.sampling.top_k: must be -1 in training, is {sampling.top_k}: {truncated}"
+
+
+def _length_faults(config: Config, shape: ModelShape) -> Iterator[str]:
+    prompt = config.data.max_prompt_tokens
+    answers = {"rollout.sampling.max_new_tokens": config.rollout.sampling.max_new_tokens}
+    if config.eval.max_new_tokens is not None:
+        answers["eval.max_new_tokens"] = config.eval.max_new_tokens
+    for key, answer in answers.items():
+        total = f"data.max_prompt_tokens + {key} = {prompt} + {answer} = {prompt + answer}"
+        if prompt + answer > shape.max_position:
+            yield (
+                f"{key}: {total} must be at most the model's {shape.max_position} positions; "
+                "lower one of them"
+            )
+        kv = config.rollout.kv_tokens
+        if kv is not None and prompt + answer > kv:
+            yield f"rollout.kv_tokens: {kv} must be at least {total}; raise it or lower one of them"
+    longest = prompt + config.rollout.sampling.max_new_tokens
+    align = config.train.tp if config.train.sequence_parallel else 1
+    rounded = -(-longest // align) * align
+    if rounded > config.train.tokens_per_microbatch:
+        yield (
+            f"train.tokens_per_microbatch: {config.train.tokens_per_microbatch} must hold the "
+            f"longest sequence, data.max_prompt_tokens + rollout.sampling.max_new_tokens = "
+            f"{longest}{f', rounded up to {rounded}' if rounded > longest else ''}; "
+            "raise it or lower one of them"
+        )
+
+
+def _engine_faults(config: Config, world: int) -> Iterator[str]:
+    rollout, batch = config.rollout, config.batch
+    engines = max(1, world // (rollout.tp * rollout.pp))
+    share = -(-batch.prompts_per_step // engines) * batch.samples_per_prompt
+    if rollout.deterministic and rollout.max_running_requests < share:
+        yield (
+            f"rollout.max_running_requests: {rollout.max_running_requests} must be at least {share}"
+            f" (answers of one engine in a step: {batch.prompts_per_step} prompts over {engines} "
+            f"engines, {batch.samples_per_prompt} samples each) while rollout.deterministic is "
+            "true; raise it, or set deterministic to false"
+        )
+
+
+def _optimizer_faults(optimizer: OptimizerSection, num_updates: int) -> Iterator[str]:
+    if optimizer.min_lr > optimizer.lr:
+        yield f"optimizer.min_lr: {optimizer.min_lr} must be at most optimizer.lr={optimizer.lr}"
+    if optimizer.min_lr and optimizer.decay == "constant":
+        yield (
+            f"optimizer.min_lr: {optimizer.min_lr} has no effect while optimizer.decay is "
+            "constant; leave it out, or set decay to linear or cosine"
+        )
+    if optimizer.warmup_steps >= num_updates:
+        yield (
+            f"optimizer.warmup_steps: {optimizer.warmup_steps} must be below the run's "
+            f"num_steps*batch.updates_per_step={num_updates} updates"
+        )
+
+
+def _data_faults(config: Config) -> Iterator[str]:
+    data = config.data
+    for key, sources in (("train", data.train), ("eval", data.eval)):
+        names = [s.name for s in sources]
+        for i, source in enumerate(sources):
+            here = f"data.{key}.{i}"
+            if names.index(source.name) != i:
+                yield f"{here}.name: {source.name!r} must be unique within data.{key}"
+            if isinstance(source, JsonlSource) and not os.path.isfile(source.path):
+                yield f"{here}.path: no such file: {source.path}"
+            if isinstance(source, ReasoningGymSource):
+                yield from _held_out_faults(here, source, config)
+    if config.eval.every and not data.eval:
+        yield f"eval.every: {config.eval.every} needs data.eval, which is empty; add a source"
+    if data.drop_last and len(data.train) > 1:
+        yield (
+            f"data.drop_last: needs a single source in data.train, which has {len(data.train)}; "
+            "set it to false"
+        )
+
+
+def _held_out_faults(here: str, source: ReasoningGymSource, config: Config) -> Iterator[str]:
+    if source.held_out >= source.size:
+        yield f"{here}.held_out: {source.held_out} must be below size={source.size}"
+    if source.split == "train":
+        return
+    if source.held_out == 0:
+        yield f"{here}.held_out: must be above 0 while split is held_out, is 0"
+    if here.startswith("data.train"):
+        yield f"{here}.split: must be train here, is held_out: these items are kept from training"
+        return
+    for i, other in enumerate(config.data.train):
+        if not isinstance(other, ReasoningGymSource) or other.task != source.task:
+            continue
+        for key in ("params", "size", "seed", "held_out"):
+            mine, theirs = getattr(source, key), getattr(other, key)
+            if mine != theirs:
+                yield (
+                    f"{here}.{key}: {mine} must equal data.train.{i}.{key}={theirs}, "
+                    "or training sees held-out items"
+                )
+
+
+def _path_faults(config: Config) -> Iterator[str]:
+    run_dir = Path(config.run_dir).absolute()
+    try:
+        run_dir.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError) as error:
+        yield f"run_dir: {error}"
+        return
+    nearest = next(p for p in (run_dir, *run_dir.parents) if p.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        yield f"run_dir: {nearest} must be a folder that this user can write to"
