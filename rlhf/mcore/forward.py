@@ -1,0 +1,199 @@
+"""Passes over packed micro-batches: log-probabilities, and one optimizer step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from rlhf.mcore.core_attention import pack_sequences
+from rlhf.mcore.model import Targets, TrainModel
+from rlhf.mcore.optimizer import Optimizer
+from rlhf.mcore.parallel import Groups, current_groups
+from rlhf.types import MicroBatch
+
+LossFn = Callable[[Tensor, Tensor, dict[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
+"""(logprobs [n], entropy [n], columns [n]) -> (loss, sums to add up over all micro-batches)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainStats:
+    """Of one update; equal on all ranks."""
+
+    grad_norm: float
+    ok: bool
+    lr: float
+    sums: Mapping[str, float]  # the loss function's, summed over micro-batches and dp
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A micro-batch in the form that the model takes."""
+
+    tokens: Tensor  # [1, T]
+    packed: PackedSeqParams
+    targets: Targets
+    columns: Mapping[str, Tensor]  # [T]
+
+
+def logprobs(model: TrainModel, micro: Sequence[MicroBatch], temperature: float) -> Tensor:
+    """log p of the trained tokens, divided by ``temperature`` before the softmax; no gradient.
+
+    Returns:
+        [sum T] float32 over all micro-batches back to back, zero where ``mask`` is False; the same
+        on every rank of the pipeline (and of its TP groups).
+
+    Collective over the model-parallel ranks of one replica: transfers between stages, and a
+    broadcast from the last stage.
+    """
+    groups = current_groups()
+    prepared = [_prepare(m, temperature) for m in micro]
+    for chunk in model.chunks:
+        chunk.eval()
+    with torch.no_grad():
+        outputs = _run(model, prepared, _keep_logprobs, forward_only=True)
+    for chunk in model.chunks:
+        chunk.train()
+    out = torch.zeros(sum(len(m.tokens) for m in micro), device=model.device)
+    start = 0
+    for m, batch, output in zip(micro, prepared, outputs or [None] * len(micro), strict=True):
+        if output is not None:
+            out[start : start + len(m.tokens)][batch.targets.rows + 1] = output["logprobs"]
+        start += len(m.tokens)
+    if groups.pp.size() > 1:
+        torch.distributed.broadcast(out, groups.last_stage, group=groups.pp)
+    return out
+
+
+def train(
+    model: TrainModel,
+    optimizer: Optimizer,
+    micro: Sequence[MicroBatch],
+    loss_fn: LossFn,
+    temperature: float,
+    *,
+    gather_params: bool = True,
+) -> TrainStats:
+    """Forward and backward over all micro-batches, then one optimizer step.
+
+    ``loss_fn`` gets the trained tokens of one micro-batch in order, columns included; its loss is
+    already divided by global denominators. Gradients are summed over micro-batches and data
+    parallel ranks, nothing is averaged. Micro-batches may differ in length, also between ranks; one
+    without trained tokens is fine.
+
+    ``gather_params=False``: the caller knows that another pass of this model comes before anything
+    reads the parameters; with ``train.overlap`` they are then gathered during that pass.
+
+    Collective over all ranks.
+
+    Raises:
+        AssertionError: the number of micro-batches differs between data parallel ranks.
+    """
+    groups = current_groups()
+    _check_counts(len(micro), groups, model)
+    prepared = [_prepare(m, temperature) for m in micro]
+    optimizer.zero_grad()
+    sums = _run(model, prepared, partial(_loss, loss_fn), forward_only=False)
+    step = optimizer.step()
+    if gather_params:
+        optimizer.wait_params()
+    return TrainStats(grad_norm=step.grad_norm, ok=step.ok, lr=step.lr, sums=_add_up(sums, groups))
+
+
+def _prepare(micro: MicroBatch, temperature: float) -> _Prepared:
+    assert temperature > 0, f"log-probabilities need a temperature above 0, got {temperature}"
+    trained = micro.mask.nonzero().squeeze(1)
+    starts = micro.cu_seqlens[:-1].long()
+    starts = starts[starts < len(micro.mask)]
+    assert not micro.mask[starts].any(), "the first token of a sequence cannot be trained"
+    return _Prepared(
+        tokens=micro.tokens[None],
+        packed=pack_sequences(micro.cu_seqlens),
+        targets=Targets(rows=trained - 1, tokens=micro.tokens[trained], temperature=temperature),
+        columns={name: column[trained] for name, column in micro.columns.items()},
+    )
+
+
+def _run(
+    model: TrainModel,
+    prepared: Sequence[_Prepared],
+    consume: Callable[[_Prepared, tuple[Tensor, Tensor]], tuple[Tensor, dict[str, Tensor]]],
+    *,
+    forward_only: bool,
+) -> list[dict[str, Tensor]]:
+    """megatron's schedule; what ``consume`` returned per micro-batch on the last stage, else []."""
+
+    def step(batches: Iterator[_Prepared], chunk: torch.nn.Module) -> tuple[Any, Any]:
+        batch = next(batches)
+        output = chunk(batch.tokens, batch.packed, batch.targets)
+
+        def finish(output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            loss, kept = consume(batch, output)
+            # The middle one is a token count, by which megatron would divide; see model._finalize.
+            return loss, torch.zeros([], dtype=torch.int), kept
+
+        return output, finish
+
+    return get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=[iter(prepared) for _ in model.chunks],
+        model=list(model.chunks),
+        num_microbatches=len(prepared),
+        seq_length=prepared[0].tokens.shape[1],  # of no effect: lengths travel with the tensors
+        micro_batch_size=1,
+        forward_only=forward_only,
+    )
+
+
+def _keep_logprobs(
+    batch: _Prepared, output: tuple[Tensor, Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    return output[0].new_zeros([]), {"logprobs": output[0]}
+
+
+def _loss(
+    loss_fn: LossFn, batch: _Prepared, output: tuple[Tensor, Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    logprobs, entropy = output
+    loss, sums = loss_fn(logprobs, entropy, dict(batch.columns))
+    if not len(logprobs):
+        # A loss of no tokens may be a constant; stages and hooks wait for its gradient all the same.
+        loss = loss + logprobs.sum()
+    return loss, {name: value.detach() for name, value in sums.items()}
+
+
+def _check_counts(num_micro: int, groups: Groups, model: TrainModel) -> None:
+    counts = torch.tensor([num_micro, -num_micro], device=model.device)
+    torch.distributed.all_reduce(counts, op=torch.distributed.ReduceOp.MAX, group=groups.dp)
+    most, fewest = counts[0].item(), -counts[1].item()
+    assert most == fewest, (
+        f"micro-batches must be equal in number on all data parallel ranks, got {fewest} to {most}"
+    )
+    num_stages = groups.pp.size()
+    assert len(model.chunks) == 1 or num_micro % num_stages == 0, (
+        f"with virtual stages the number of micro-batches, {num_micro}, must be a multiple of "
+        f"pp={num_stages}"
+    )
+
+
+def _add_up(per_micro: list[dict[str, Tensor]], groups: Groups) -> dict[str, float]:
+    """Sums over micro-batches and dp, from the last stage to all ranks."""
+    total: list[Any] = [None]
+    if groups.is_last_stage:
+        names = sorted(per_micro[0])
+        assert all(sorted(sums) == names for sums in per_micro), "sums differ in their names"
+        values = torch.stack(
+            [torch.stack([sums[name].double() for name in names]) for sums in per_micro]
+        ).sum(0)
+        torch.distributed.all_reduce(values, group=groups.dp)
+        total = [dict(zip(names, values.tolist(), strict=True))]
+    if groups.pp.size() > 1:
+        torch.distributed.broadcast_object_list(total, groups.last_stage, group=groups.pp)
+    result: dict[str, float] = total[0]
+    return result

@@ -1,0 +1,104 @@
+"""Adam with state sharded over data parallel ranks, and its learning rate."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+from rlhf.config.schema import OptimizerSection
+from rlhf.mcore.model import TrainModel
+from rlhf.platform.megatron_cpu.adam import provide_fused_adam
+
+
+def learning_rate(cfg: OptimizerSection, update: int, total_updates: int) -> float:
+    """Learning rate of update 0, 1, ... ``total_updates - 1``.
+
+    Rises linearly to ``lr`` at update ``warmup_steps``, then goes to ``min_lr``, which the last
+    update has (linear, cosine), or stays (constant).
+    """
+    if update < cfg.warmup_steps:
+        return cfg.lr * (update + 1) / (cfg.warmup_steps + 1)
+    if cfg.decay == "constant":
+        return cfg.lr
+    span = max(1, total_updates - 1 - cfg.warmup_steps)
+    done = min(1.0, (update - cfg.warmup_steps) / span)
+    left = 1 - done if cfg.decay == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return cfg.min_lr + (cfg.lr - cfg.min_lr) * left
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    grad_norm: float  # before clipping, over all parameters
+    ok: bool  # False: the norm was not finite and the update was left out
+    lr: float
+
+
+class Optimizer:
+    """megatron's DistributedOptimizer with our schedule and clipping."""
+
+    def __init__(
+        self, model: TrainModel, inner: Any, cfg: OptimizerSection, total_updates: int
+    ) -> None:
+        self.inner = inner
+        self.num_updates = 0
+        self._model = model
+        self._cfg = cfg
+        self._total_updates = total_updates
+
+    def zero_grad(self) -> None:
+        for chunk in self._model.chunks:
+            chunk.zero_grad_buffer()
+        self.inner.zero_grad()
+
+    def step(self) -> StepStats:
+        """One update from the gradients in the buffers. Collective over all ranks.
+
+        With overlap the new parameters are complete on every rank only after
+        :meth:`wait_params` or the next forward pass.
+        """
+        lr = learning_rate(self._cfg, self.num_updates, self._total_updates)
+        for group in self.inner.param_groups:
+            group["lr"] = lr
+        self.num_updates += 1
+        self.inner.prepare_grads()
+        (sharded,) = self.inner.chained_optimizers
+        # an infinite limit measures without clipping
+        grad_norm = float(sharded.clip_grad_norm(self._cfg.clip_grad or math.inf))
+        ok = math.isfinite(grad_norm)
+        if ok:
+            self.inner.step_with_ready_grads()
+        return StepStats(grad_norm=grad_norm, ok=ok, lr=lr)
+
+    def wait_params(self) -> None:
+        """Make the parameters complete on every rank. Collective over data parallel ranks."""
+        for chunk in self._model.chunks:
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
+
+
+def build_optimizer(model: TrainModel, cfg: OptimizerSection, total_updates: int) -> Optimizer:
+    """The optimizer of a trainable model whose weights are loaded. Collective over all ranks.
+
+    ``total_updates``: updates of the whole run, over which the learning rate decays.
+    """
+    assert all(hasattr(chunk, "ddp_config") for chunk in model.chunks), "the model is frozen"
+    provide_fused_adam()
+    settings = OptimizerConfig(
+        optimizer="adam",
+        lr=cfg.lr,
+        min_lr=cfg.min_lr,
+        adam_beta1=cfg.beta1,
+        adam_beta2=cfg.beta2,
+        adam_eps=cfg.eps,
+        weight_decay=cfg.weight_decay,
+        clip_grad=cfg.clip_grad,
+        bf16=model.config.bf16,
+        params_dtype=model.config.params_dtype,
+        use_distributed_optimizer=True,
+        overlap_param_gather=model.chunks[0].ddp_config.overlap_param_gather,
+    )
+    inner = get_megatron_optimizer(settings, model.chunks)
+    return Optimizer(model, inner, cfg, total_updates)

@@ -1,0 +1,33 @@
+"""Stand-ins that let the real megatron-core run on ranks without a GPU, over gloo.
+
+:func:`install` is called once by the worker entry, before anything builds a model; it does nothing
+when a GPU is present. What is replaced, and why, stands in the modules: ``runtime`` (torch.cuda
+calls and ``device="cuda"`` literals), ``rng`` (the CUDA generator), ``collectives`` (what gloo
+lacks), ``adam`` (type-name checks of the optimizers; FusedAdam, also used on a GPU that has neither
+transformer-engine nor apex).
+"""
+
+from __future__ import annotations
+
+
+def install() -> bool:
+    """Replace what megatron-core needs of CUDA; repeated calls do nothing.
+
+    Affects the whole process: ``torch.cuda`` answers for the CPU, ``device="cuda"`` means the CPU,
+    and torch.compile is off. Returns whether the stand-ins are in place.
+    """
+    import torch
+
+    from rlhf.platform.megatron_cpu import adam, collectives, rng, runtime
+
+    if runtime.is_installed():
+        return True
+    if torch.cuda.is_available():
+        return False
+    runtime.disable_compilation()
+    runtime.replace_literal_cuda()
+    runtime.replace_cuda_calls()
+    rng.replace_cuda_generator()
+    adam.accept_cpu_tensor_types()
+    collectives.complete_gloo()
+    return True
