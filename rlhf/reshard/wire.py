@@ -1,12 +1,24 @@
 """What trainer rank and engine process agree on: the shared window between them.
 
-A window is one uint8 tensor in shared memory (memfd on a CPU, CUDA IPC on a GPU) per engine rank:
+A window is a memfd per engine rank, mapped by the rank and by the engine process:
 
-    [0, HEAD_BYTES)            int64 words below, then error text from ERROR_TEXT_AT
+    [0, HEAD_BYTES)            int64 words below, then text from TEXT_AT
     [HEAD_BYTES, ...)          two staging areas of ``area_bytes`` each; round r lies in area r % 2
 
+With a GPU the two areas lie in device memory instead (CUDA IPC); the head stays in the memfd.
+
 The rank posts rounds, the receiver reports them done. Area r % 2 may be overwritten for round r
-only when round r - 2 is done. Imported inside SGLang's process: standard library only.
+only when round r - 2 is done. An update has a number; the rank clears the words and then writes
+the number to START, and the receiver reads no other word of that update before it sees it there.
+Imported inside SGLang's process: standard library only.
+
+Messages to the receiver are JSON objects:
+
+    {"op": "open", "path", "bytes", "area_bytes", "rounds"}   map the window, check the model
+    {"op": "update", "sequence", "limit_s"}                   write rounds until END
+    {"op": "sleep"}                                           NaN into weights in host memory
+    {"op": "table"}                                           describe the live parameters
+    {"stages": [message, ...]}                                one per pipeline stage
 """
 
 from __future__ import annotations
@@ -14,8 +26,8 @@ from __future__ import annotations
 from enum import IntEnum
 
 HEAD_BYTES = 65536
-ERROR_TEXT_AT = 4096
-ERROR_TEXT_BYTES = HEAD_BYTES - ERROR_TEXT_AT
+TEXT_AT = 4096
+TEXT_BYTES = HEAD_BYTES - TEXT_AT
 ALIGN_BYTES = 16
 """Every transfer starts at a multiple of this inside its area."""
 
@@ -25,10 +37,20 @@ class Word(IntEnum):
 
     POSTED = 0  # rank: rounds whose bytes are in the window
     DONE = 1  # receiver: rounds written into live parameters
-    END = 2  # rank: 1 = no more rounds, leave the loop; 2 = abandon the update
+    END = 2  # rank: no more rounds will be posted, and why (End)
     ERROR = 3  # receiver: length of the error text, 0 = no error
     BYTES = 4  # receiver: bytes written in this update
-    SEQUENCE = 5  # receiver, last of all: number of the update that it has finished
+    SEQUENCE = 5  # receiver, last of all: number of the update that it has left
+    START = 6  # rank, last of all: number of the update whose words are clear
+    REPLY = 7  # receiver: length of a reply (zlib-compressed JSON) in the text area, 0 = none
+
+
+class End(IntEnum):
+    """Values of Word.END."""
+
+    OPEN = 0
+    COMPLETE = 1
+    ABANDON = 2
 
 
 def align(num_bytes: int) -> int:

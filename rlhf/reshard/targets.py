@@ -1,0 +1,172 @@
+"""Where the rounds of a movement end: in an engine behind a window, or in tensors of the rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rlhf.reshard.schedule import Placed, RankPlan
+from rlhf.reshard.windows import Window
+from rlhf.weights.piece import Box
+
+Poll = Callable[[], None]
+
+
+class Target(Protocol):
+    """Takes the rounds of one rank, in order."""
+
+    @property
+    def staging_bytes(self) -> int:
+        """Memory for incoming bytes."""
+        ...
+
+    def begin(self, poll: Poll) -> None:
+        """Before the first round."""
+        ...
+
+    def reserve(self, number: int, poll: Poll) -> Tensor:
+        """The incoming area of round ``number``, uint8, once it may be overwritten."""
+        ...
+
+    def put_local(self, number: int, index: int, values: Tensor) -> None:
+        """Take the values of the round's ``index``-th local transfer."""
+        ...
+
+    def deliver(self, number: int) -> None:
+        """All messages and local transfers of the round are there."""
+        ...
+
+    def finish(self, poll: Poll) -> None:
+        """Return when everything is written."""
+        ...
+
+    def abandon(self) -> None:
+        """The movement failed; leave the destination half written."""
+        ...
+
+
+def rectangle(tensor: Tensor, box: Box) -> Tensor:
+    """``tensor[box]`` without gradient; a view."""
+    return tensor.detach()[tuple(slice(start, stop) for start, stop in box)]
+
+
+def part_view(area: Tensor, placed: Placed, dtype: torch.dtype) -> Tensor:
+    """The bytes of one transfer as a contiguous tensor of its source's shape; a view."""
+    data = area[placed.offset : placed.offset + placed.num_bytes].view(dtype)
+    return data.view([stop - start for start, stop in placed.transfer.source_box])
+
+
+class EngineTarget:
+    """The receiver in the engine's process writes; this side posts rounds."""
+
+    def __init__(self, plan: RankPlan, window: Window, dtype: torch.dtype, limit_s: float) -> None:
+        """
+        Raises:
+            RuntimeError: the window's areas are smaller than the plan's largest round.
+        """
+        if window.area_bytes < plan.incoming_area_bytes:
+            raise RuntimeError(
+                f"rank {plan.rank}: rounds take up to {plan.incoming_area_bytes} bytes, an area of "
+                f"the window has {window.area_bytes}"
+            )
+        self._window = window
+        self._limit_s = limit_s
+        self._num_rounds = len(plan.rounds)
+        self._num_bytes = sum(p.num_bytes for r in plan.rounds for p in r.arriving)
+        self._local_views = [
+            [part_view(window.area(i), placed, dtype) for placed in round_.local]
+            for i, round_ in enumerate(plan.rounds)
+        ]
+
+    @property
+    def staging_bytes(self) -> int:
+        return 2 * self._window.area_bytes
+
+    def begin(self, poll: Poll) -> None:
+        self._window.begin(self._limit_s, poll)
+
+    def reserve(self, number: int, poll: Poll) -> Tensor:
+        self._window.wait_done(number - 1, self._limit_s, poll)
+        return self._window.area(number)
+
+    def put_local(self, number: int, index: int, values: Tensor) -> None:
+        self._local_views[number][index].copy_(values)
+
+    def deliver(self, number: int) -> None:
+        self._window.post(number + 1)
+
+    def finish(self, poll: Poll) -> None:
+        self._window.wait_done(self._num_rounds, self._limit_s, poll)
+        self._window.end(self._num_bytes, self._limit_s, poll)
+
+    def abandon(self) -> None:
+        self._window.abandon()
+
+
+class TensorTarget:
+    """Tensors of this rank: loading, export, a movement without an engine."""
+
+    def __init__(
+        self,
+        plan: RankPlan,
+        tensors: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """
+        Raises:
+            RuntimeError: a tensor is missing or too small.
+        """
+        self._plan = plan
+        self._tensors = tensors
+        self._dtype = dtype
+        for round_ in plan.rounds:
+            for placed in round_.arriving:
+                _check_destination(placed, tensors)
+        size = max((m.offset + m.num_bytes for r in plan.rounds for m in r.incoming), default=0)
+        self._area = torch.empty(size, dtype=torch.uint8, device=device)
+
+    @property
+    def staging_bytes(self) -> int:
+        return self._area.numel()
+
+    def begin(self, poll: Poll) -> None:
+        pass
+
+    def reserve(self, number: int, poll: Poll) -> Tensor:
+        return self._area
+
+    def put_local(self, number: int, index: int, values: Tensor) -> None:
+        self._write(self._plan.rounds[number].local[index], values)
+
+    def deliver(self, number: int) -> None:
+        for message in self._plan.rounds[number].incoming:
+            for placed in message.parts:
+                self._write(placed, part_view(self._area, placed, self._dtype))
+
+    def finish(self, poll: Poll) -> None:
+        pass
+
+    def abandon(self) -> None:
+        pass
+
+    def _write(self, placed: Placed, values: Tensor) -> None:
+        view = rectangle(self._tensors[placed.transfer.param], placed.transfer.box)
+        view.copy_(values.reshape(view.shape))
+
+
+def _check_destination(placed: Placed, tensors: Mapping[str, Tensor]) -> None:
+    transfer = placed.transfer
+    tensor = tensors.get(transfer.param)
+    if tensor is None:
+        raise RuntimeError(f"there is no tensor {transfer.param} to write, planned for {transfer}")
+    fits = tensor.dim() == len(transfer.box) and all(
+        stop <= size for (_, stop), size in zip(transfer.box, tensor.shape, strict=True)
+    )
+    if not fits:
+        raise RuntimeError(
+            f"{transfer.param} has shape {tuple(tensor.shape)}, too small for {transfer}"
+        )

@@ -1,0 +1,252 @@
+"""The engine's end of a reshard: writes rounds from the shared window into live parameters.
+
+Runs inside SGLang's scheduler process as its custom weight loader (``rlhf.rollout.receiver.load``):
+torch, the standard library and ``rlhf.reshard.wire`` only. One loader call is one update: it loops
+over the rounds until the rank ends it. An exception here would kill the engine and all around it,
+so nothing is raised: errors go through the window, where the rank reads them.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import os
+import pickle
+import time
+import traceback
+import zlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlhf.reshard.wire import HEAD_BYTES, TEXT_AT, TEXT_BYTES, End, Word
+
+NAP_S = 1e-4
+ATTRIBUTE = "_reshard_receiver"
+DERIVED = ("cos_sin_cache", "inv_freq")
+"""Buffers that follow from the configuration and never move."""
+
+Write = tuple[str, tuple[slice, ...], Tensor]
+"""Parameter, rectangle in it, the area's bytes as a contiguous tensor."""
+
+logger = logging.getLogger(__name__)
+
+
+def load(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Obey the messages (JSON in the names, see ``wire``). Never raises."""
+    for text, _ in named_tensors:
+        try:
+            message = _own_message(model, json.loads(text))
+            _obey(model, message)
+        except BaseException:  # would kill the engine and its parent
+            logger.exception("reshard receiver: no window to report this through: %.200s", text)
+
+
+def _own_message(model: nn.Module, message: dict[str, Any]) -> dict[str, Any]:
+    """SGLang hands all pipeline stages of a tp rank the same payload."""
+    if "stages" not in message:
+        return message
+    return message["stages"][model.pp_group.rank_in_group]
+
+
+def _obey(model: nn.Module, message: dict[str, Any]) -> None:
+    if message["op"] == "open":
+        # On the model, not in this module: a draft model in the same process has its own.
+        setattr(model, ATTRIBUTE, _Receiver(model, message))
+    receiver: _Receiver = getattr(model, ATTRIBUTE)
+    receiver.obey(message)
+
+
+class _Receiver:
+    """One model's window."""
+
+    def __init__(self, model: nn.Module, message: dict[str, Any]) -> None:
+        self._model = model
+        self._memory = torch.from_file(
+            message["path"], shared=True, size=message["bytes"], dtype=torch.uint8
+        )
+        self._words = self._memory[: len(Word) * 8].view(torch.int64)
+        self._area_bytes = int(message["area_bytes"])
+        self._areas = self._memory[HEAD_BYTES:]
+        self._writes: list[list[Write]] = []
+        self._refusal = "the window was never opened"
+
+    def obey(self, message: dict[str, Any]) -> None:
+        """Carry out one message; errors end in the window."""
+        op = message["op"]
+        try:
+            {
+                "open": self._open,
+                "update": self._update,
+                "sleep": self._sleep,
+                "table": self._table,
+            }[op](message)
+        except BaseException:  # noqa: BLE001  goes to the rank, which raises it
+            self._report(traceback.format_exc())
+        finally:
+            if op == "update":
+                self._words[Word.SEQUENCE] = int(message["sequence"])
+            elif op == "open":
+                # A fresh receiver is inside no update, whatever the window went through before.
+                self._words[Word.SEQUENCE] = self._words[Word.START]
+
+    def _open(self, message: dict[str, Any]) -> None:
+        """Map the areas and check every write against the live parameters."""
+        rounds = message["rounds"]
+        self._words[Word.ERROR] = 0
+        self._refusal = "the window's opening failed"
+        dtype = getattr(torch, rounds["dtype"])
+        if rounds["device_handle"] is not None:
+            self._areas = pickle.loads(base64.b64decode(rounds["device_handle"]))
+        live = self._live()
+        try:
+            _check(live, rounds["writes"], dtype)
+        except ValueError as error:
+            self._refusal = str(error)
+            raise
+        self._writes = [
+            [self._write(number, *write, dtype) for write in writes]
+            for number, writes in enumerate(rounds["writes"])
+        ]
+        self._refusal = ""
+
+    def _write(
+        self, number: int, param: str, box: list[list[int]], offset: int, dtype: torch.dtype
+    ) -> Write:
+        shape = [stop - start for start, stop in box]
+        begin = number % 2 * self._area_bytes + offset
+        size = torch.Size(shape).numel() * dtype.itemsize
+        values = self._areas[begin : begin + size].view(dtype).view(shape)
+        return param, tuple(slice(start, stop) for start, stop in box), values
+
+    def _update(self, message: dict[str, Any]) -> None:
+        """Write rounds as they are posted, until the rank ends the update."""
+        sequence, limit_s = int(message["sequence"]), float(message["limit_s"])
+        words, deadline, parent = self._words, time.monotonic() + limit_s, os.getppid()
+
+        def wait(word: Word, value: int, what: str) -> bool:
+            """True when ``word`` has reached ``value``, False when no more rounds come."""
+            while int(words[word]) < value:
+                if word is Word.POSTED and int(words[Word.END]) and int(words[word]) < value:
+                    return False
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"waited {limit_s:g} s for the rank {what}")
+                if os.getppid() != parent:
+                    raise RuntimeError(f"the engine lost its parent while waiting {what}")
+                time.sleep(NAP_S)
+            return True
+
+        wait(Word.START, sequence, f"to begin update {sequence}")
+        if self._refusal:
+            raise RuntimeError(self._refusal)
+        live = self._live()
+        done = 0
+        while wait(Word.POSTED, done + 1, f"to post round {done}"):
+            words[Word.BYTES] += self._write_round(live, done)
+            done += 1
+            words[Word.DONE] = done
+            deadline = time.monotonic() + limit_s
+        if int(words[Word.END]) == End.ABANDON:
+            return
+        if done != len(self._writes):
+            raise RuntimeError(
+                f"the rank ended the update after {done} of {len(self._writes)} rounds"
+            )
+        if hasattr(self._model, "post_load_weights"):
+            self._model.post_load_weights()
+        self._synchronize()
+
+    def _write_round(self, live: dict[str, Tensor], number: int) -> int:
+        """Copy a round into the parameters; the bytes written."""
+        num_bytes = 0
+        for param, box, values in self._writes[number]:
+            try:
+                live[param].data[box].copy_(values)
+            except Exception as error:
+                raise RuntimeError(f"round {number}, parameter {param}{box}: {error}") from error
+            num_bytes += values.numel() * values.element_size()
+        self._synchronize()
+        return num_bytes
+
+    def _synchronize(self) -> None:
+        """The area may be reused, and the engine may run, only when the copies have ended."""
+        if self._areas.is_cuda:
+            torch.cuda.current_stream(self._areas.device).synchronize()
+
+    def _sleep(self, message: dict[str, Any]) -> None:
+        """NaN into weights in host memory, which SGLang's release does not free.
+
+        So a missing piece, or a request before the next update, shows at once.
+        """
+        for tensor in self._live().values():
+            if tensor.device.type == "cpu" and tensor.is_floating_point():
+                tensor.data.fill_(float("nan"))
+
+    def _live(self) -> dict[str, Tensor]:
+        """Parameters and buffers that a checkpoint feeds; tied ones once."""
+        named = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+        return {n: t for n, t in named.items() if not n.endswith(DERIVED)}
+
+    def _table(self, message: dict[str, Any]) -> None:
+        """Reply with name, shape, dtype and address of all live parameters."""
+        table = {
+            name: {
+                "shape": list(tensor.shape),
+                "dtype": str(tensor.dtype).removeprefix("torch."),
+                "data_ptr": tensor.data_ptr(),
+                "contiguous": tensor.is_contiguous(),
+            }
+            for name, tensor in self._live().items()
+        }
+        data = zlib.compress(json.dumps(table).encode())
+        if len(data) > TEXT_BYTES:
+            raise ValueError(f"a reply of {len(data)} bytes does not fit {TEXT_BYTES}")
+        self._put_text(data)
+        self._words[Word.REPLY] = len(data)
+
+    def _report(self, text: str) -> None:
+        """The end of ``text`` as this update's error."""
+        data = text.encode()[-TEXT_BYTES:]
+        self._put_text(data)
+        self._words[Word.ERROR] = len(data)
+
+    def _put_text(self, data: bytes) -> None:
+        self._memory[TEXT_AT : TEXT_AT + len(data)] = torch.frombuffer(
+            bytearray(data), dtype=torch.uint8
+        )
+
+
+def _check(live: dict[str, Tensor], rounds: list[list[Any]], dtype: torch.dtype) -> None:
+    """
+    Raises:
+        ValueError: a parameter is missing, unplanned, of another dtype, or not fully written
+            (rows of vocabulary padding at its end excepted); all faults at once.
+    """
+    written: dict[str, int] = {}
+    rows: dict[str, int] = {}
+    faults = []
+    for param, box, _ in (write for writes in rounds for write in writes):
+        if param not in live:
+            faults.append(f"the model has no parameter {param}")
+            continue
+        shape = list(live[param].shape)
+        if len(box) != len(shape) or any(b[1] > n for b, n in zip(box, shape, strict=True)):
+            faults.append(f"{param} has shape {shape}, the plan writes {box}")
+        written[param] = written.get(param, 0) + torch.Size(b - a for a, b in box).numel()
+        rows[param] = max(rows.get(param, 0), box[0][1])
+    for param, tensor in live.items():
+        if param not in written:
+            faults.append(f"the plan does not write {param}")
+        elif tensor.dtype != dtype:
+            faults.append(f"{param} is {tensor.dtype}, the plan writes {dtype}")
+        elif written[param] != rows[param] * (tensor.numel() // tensor.shape[0]):
+            faults.append(
+                f"{param} has {tensor.numel()} elements, the plan writes {written[param]}"
+            )
+    if faults:
+        shown = sorted(set(faults))
+        more = f"; and {len(shown) - 12} more" if len(shown) > 12 else ""
+        raise ValueError("engine and plan differ: " + "; ".join(shown[:12]) + more)
