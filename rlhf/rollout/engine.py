@@ -1,0 +1,213 @@
+"""What a rollout engine is asked and what it answers: records and the protocol. No SGLang here.
+
+An engine takes token ids and gives token ids with the log-probability of each. Log-probabilities
+are ``log_softmax(logits / temperature)`` over the full vocabulary, before top-p and top-k; greedy
+requests (temperature 0) give those of temperature 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from rlhf.types import Status
+
+RESERVED_TOKENS = 8
+"""SGLang keeps a few positions of the context and of the KV cache for itself."""
+
+SEED_LIMIT = 2**63
+
+
+class EngineDied(RuntimeError):  # noqa: N818  (an event, named as such)
+    """The engine's processes are gone, or do not answer; the message names the cause."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """One engine: its model, its layout and its limits.
+
+    ``context_tokens`` is the longest prompt plus answer. ``kv_tokens`` empty means: on a CPU room
+    for ``max_running_requests`` full contexts, on a GPU what ``mem_fraction`` leaves.
+    ``cores`` are the CPU cores of the schedulers, an equal share for each tensor parallel rank
+    (CPU engines only). ``first_device`` is the CUDA device of tp rank 0.
+    """
+
+    model_path: str
+    vocab_size: int
+    max_position: int
+    context_tokens: int
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    device: Literal["cpu", "cuda"] = "cpu"
+    tp: int = 1
+    cores: tuple[int, ...] = (0,)
+    first_device: int = 0
+    fp32_head: bool = True
+    deterministic: bool = True
+    random_seed: int = 0
+    max_running_requests: int = 64
+    kv_tokens: int | None = None
+    mem_fraction: float = 0.6
+    receiver: str = "rlhf.rollout.receiver.load"
+    """Function (model, named_tensors) that writes weights inside SGLang's scheduler processes."""
+    start_timeout_s: float = 300.0
+    hang_limit_s: float = 120.0
+    """A host or scheduler that does not answer for so long counts as dead."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot start.
+
+        Raises:
+            ValueError: with the two numbers that do not fit.
+        """
+        if self.device == "cpu" and (
+            len(self.cores) < self.tp or len(self.cores) % self.tp or min(self.cores) < 0
+        ):
+            raise ValueError(
+                f"engine cores {self.cores}: their number must be a multiple of rollout.tp="
+                f"{self.tp}, so that each tensor parallel rank has cores of its own"
+            )
+        if self.context_tokens + RESERVED_TOKENS > self.max_position:
+            raise ValueError(
+                f"prompt and answer of {self.context_tokens} tokens and {RESERVED_TOKENS} that "
+                f"the engine reserves exceed max_position_embeddings={self.max_position} of "
+                f"{self.model_path}; lower data.max_prompt_tokens or "
+                "rollout.sampling.max_new_tokens"
+            )
+        if self.kv_tokens is not None and self.kv_tokens < self.context_tokens + RESERVED_TOKENS:
+            raise ValueError(
+                f"rollout.kv_tokens={self.kv_tokens} must hold one full context: "
+                f"{self.context_tokens} + {RESERVED_TOKENS} tokens"
+            )
+
+    @property
+    def core_groups(self) -> tuple[tuple[int, ...], ...]:
+        """The cores of each tensor parallel rank."""
+        size = len(self.cores) // self.tp
+        return tuple(self.cores[i * size : (i + 1) * size] for i in range(self.tp))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRequest:
+    """One answer to one prompt.
+
+    ``key`` is the caller's, unique within a call. ``seed`` decides the sample together with the
+    position (deterministic engines only): two requests with one prompt and one seed get one answer.
+    The model's own end tokens stop an answer as ``stop_token_ids`` do, unless ``ignore_eos``.
+    """
+
+    key: int
+    token_ids: tuple[int, ...]
+    seed: int
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The answer to the request with this key.
+
+    ``token_ids`` are those sampled, the token that stopped the answer included; ``logprobs`` has
+    one entry for each. ``version`` is the weight version that sampled them.
+    """
+
+    key: int
+    token_ids: list[int]
+    logprobs: list[float]
+    status: Status
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """Facts about a started engine. ``pids``: process name -> pid, the host included."""
+
+    pids: Mapping[str, int]
+    kv_tokens: int
+    start_s: float
+
+
+class RolloutEngine(Protocol):
+    """What the loop, the collector and the resharder need of an engine."""
+
+    def generate(
+        self,
+        requests: Sequence[SampleRequest],
+        on_completion: Callable[[Completion], None],
+        timeout_s: float,
+    ) -> list[Completion]:
+        """All answers, in the order of the requests; ``on_completion`` runs as each arrives."""
+        ...
+
+    def begin_update(self, messages: Sequence[dict[str, Any]], limit_s: float) -> None: ...
+
+    def end_update(self, version: int) -> None: ...
+
+    def abandon_update(self) -> None: ...
+
+    def call_loader(self, messages: Sequence[dict[str, Any]], limit_s: float = 60.0) -> None: ...
+
+    def sleep(self) -> None: ...
+
+    def wake(self) -> None: ...
+
+    def abort(self) -> None: ...
+
+    def poll(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def check_requests(requests: Sequence[SampleRequest], spec: EngineSpec) -> None:
+    """Refuse, before anything is sent, what an engine would refuse late or die of.
+
+    Raises:
+        ValueError: names the request, the field and the limit.
+    """
+    keys: set[int] = set()
+    samples: dict[tuple[tuple[int, ...], int], int] = {}
+    for request in requests:
+        fault = _fault(request, spec)
+        if fault is None and request.key in keys:
+            fault = "the key is used twice; keys must be unique within a call"
+        keys.add(request.key)
+        if fault is None and spec.deterministic and request.temperature > 0:
+            first = samples.setdefault((request.token_ids, request.seed), request.key)
+            if first != request.key:
+                fault = (
+                    f"same prompt and same seed {request.seed} as request {first}: the two "
+                    "samples would be identical; give each its own seed"
+                )
+        if fault is not None:
+            raise ValueError(f"request {request.key}: {fault}")
+
+
+def _fault(request: SampleRequest, spec: EngineSpec) -> str | None:
+    prompt = len(request.token_ids)
+    if prompt == 0:
+        return "the prompt is empty; it must have at least one token"
+    if request.max_new_tokens < 1:
+        return f"max_new_tokens={request.max_new_tokens} must be at least 1"
+    if prompt + request.max_new_tokens > spec.context_tokens:
+        return (
+            f"prompt of {prompt} tokens + max_new_tokens={request.max_new_tokens} exceed the "
+            f"engine's context of {spec.context_tokens} tokens"
+        )
+    for what, ids in (("prompt", request.token_ids), ("stop", request.stop_token_ids)):
+        outside = [i for i in ids if not 0 <= i < spec.vocab_size]
+        if outside:
+            return f"{what} token id {outside[0]} is outside the vocabulary of {spec.vocab_size}"
+    if not (math.isfinite(request.temperature) and request.temperature >= 0):
+        return f"temperature={request.temperature} must be finite and not negative"
+    if not 0 < request.top_p <= 1:
+        return f"top_p={request.top_p} must be in (0, 1]"
+    if request.top_k != -1 and request.top_k < 1:
+        return f"top_k={request.top_k} must be -1 (off) or at least 1"
+    if not 0 <= request.seed < SEED_LIMIT:
+        return f"seed={request.seed} must be in [0, 2**63)"
+    return None
