@@ -56,6 +56,9 @@ def _obey(model: nn.Module, message: dict[str, Any]) -> None:
     if message["op"] == "open":
         # On the model, not in this module: a draft model in the same process has its own.
         setattr(model, ATTRIBUTE, _Receiver(model, message))
+    if message["op"] == "sleep":
+        _sleep(model)
+        return
     receiver: _Receiver = getattr(model, ATTRIBUTE)
     receiver.obey(message)
 
@@ -81,7 +84,6 @@ class _Receiver:
             {
                 "open": self._open,
                 "update": self._update,
-                "sleep": self._sleep,
                 "table": self._table,
             }[op](message)
         except BaseException:  # noqa: BLE001  goes to the rank, which raises it
@@ -101,7 +103,7 @@ class _Receiver:
         dtype = getattr(torch, rounds["dtype"])
         if rounds["device_handle"] is not None:
             self._areas = pickle.loads(base64.b64decode(rounds["device_handle"]))
-        live = self._live()
+        live = _live(self._model)
         try:
             _check(live, rounds["writes"], dtype)
         except ValueError as error:
@@ -142,7 +144,7 @@ class _Receiver:
         wait(Word.START, sequence, f"to begin update {sequence}")
         if self._refusal:
             raise RuntimeError(self._refusal)
-        live = self._live()
+        live = _live(self._model)
         done = 0
         while wait(Word.POSTED, done + 1, f"to post round {done}"):
             words[Word.BYTES] += self._write_round(live, done)
@@ -176,20 +178,6 @@ class _Receiver:
         if self._areas.is_cuda:
             torch.cuda.current_stream(self._areas.device).synchronize()
 
-    def _sleep(self, message: dict[str, Any]) -> None:
-        """NaN into weights in host memory, which SGLang's release does not free.
-
-        So a missing piece, or a request before the next update, shows at once.
-        """
-        for tensor in self._live().values():
-            if tensor.device.type == "cpu" and tensor.is_floating_point():
-                tensor.data.fill_(float("nan"))
-
-    def _live(self) -> dict[str, Tensor]:
-        """Parameters and buffers that a checkpoint feeds; tied ones once."""
-        named = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
-        return {n: t for n, t in named.items() if not n.endswith(DERIVED)}
-
     def _table(self, message: dict[str, Any]) -> None:
         """Reply with name, shape, dtype and address of all live parameters."""
         table = {
@@ -199,7 +187,7 @@ class _Receiver:
                 "data_ptr": tensor.data_ptr(),
                 "contiguous": tensor.is_contiguous(),
             }
-            for name, tensor in self._live().items()
+            for name, tensor in _live(self._model).items()
         }
         data = zlib.compress(json.dumps(table).encode())
         if len(data) > TEXT_BYTES:
@@ -217,6 +205,22 @@ class _Receiver:
         self._memory[TEXT_AT : TEXT_AT + len(data)] = torch.frombuffer(
             bytearray(data), dtype=torch.uint8
         )
+
+
+def _live(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers that a checkpoint feeds; tied ones once."""
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {n: t for n, t in named.items() if not n.endswith(DERIVED)}
+
+
+def _sleep(model: nn.Module) -> None:
+    """NaN into weights in host memory, which SGLang's release does not free.
+
+    So a missing piece, or a request before the next update, shows at once.
+    """
+    for tensor in _live(model).values():
+        if tensor.device.type == "cpu" and tensor.is_floating_point():
+            tensor.data.fill_(float("nan"))
 
 
 def _check(live: dict[str, Tensor], rounds: list[list[Any]], dtype: torch.dtype) -> None:
