@@ -6,6 +6,7 @@ Sequences of similar length run as one batch; nothing of the size of an attentio
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,9 +43,9 @@ class PackedSequences(PackedSeqParams):
 
 
 def pack_sequences(cu_seqlens: Tensor) -> PackedSequences:
-    """The record for sequences back to back with borders ``cu_seqlens`` [n + 1] (first 0, last T)."""
+    """The record for sequences back to back; ``cu_seqlens`` [n + 1] from 0 to T."""
     borders = cu_seqlens.tolist()
-    spans = [(a, b - a) for a, b in zip(borders[:-1], borders[1:], strict=True) if b > a]
+    spans = [(a, b - a) for a, b in itertools.pairwise(borders) if b > a]
     longest = max(length for _, length in spans)
     groups, order = _batches(_similar_lengths(spans), borders[-1], cu_seqlens.device)
     return PackedSequences(

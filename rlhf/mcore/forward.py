@@ -163,7 +163,7 @@ def _loss(
     logprobs, entropy = output
     loss, sums = loss_fn(logprobs, entropy, dict(batch.columns))
     if not len(logprobs):
-        # A loss of no tokens may be a constant; stages and hooks wait for its gradient all the same.
+        # A loss of no tokens may be a constant; stages and hooks wait for its gradient still.
         loss = loss + logprobs.sum()
     return loss, {name: value.detach() for name, value in sums.items()}
 

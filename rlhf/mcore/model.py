@@ -223,11 +223,26 @@ def _wrap(
         )
         for i, decoder in enumerate(decoders)
     ]
+    for chunk in chunks:
+        _count_padding(chunk.buffers)
     if overlap:
         no_syncs = [chunk.no_sync for chunk in chunks]
         config.no_sync_func = no_syncs[0] if len(chunks) == 1 else no_syncs
     config.finalize_model_grads_func = _finalize
     return list(chunks)
+
+
+def _count_padding(buffers: list[Any]) -> None:
+    """Make the size of a bucket without padding equal to the size with it.
+
+    megatron 0.16.1 saves optimizer state from a copy of the buffer without the padding between
+    buckets, at offsets that count the padding: all behind the first padded bucket would be
+    written shifted. Tied embeddings have a bucket of their own, so two buckets are common.
+    """
+    for buffer in buffers:
+        for bucket in buffer.buckets:
+            bucket.numel_unpadded = bucket.grad_data.numel()
+        buffer.numel_unpadded = buffer.numel
 
 
 def _finalize(

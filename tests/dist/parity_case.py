@@ -6,6 +6,7 @@ launch, because importing megatron takes longer than any of them.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,7 +72,7 @@ def micro_batches(
 ) -> list[MicroBatch]:
     """``rows`` in order over ``count`` micro-batches, each padded to a multiple of ``multiple``."""
     bounds = [i * len(rows) // count for i in range(count + 1)]
-    return [_pack(rows[a:b], multiple, pad) for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [_pack(rows[a:b], multiple, pad) for a, b in itertools.pairwise(bounds)]
 
 
 def _pack(rows: Sequence[dict[str, torch.Tensor]], multiple: int, pad: int) -> MicroBatch:
@@ -192,7 +193,7 @@ def by_sequence(
     start = 0
     for m in micro:
         borders = m.cu_seqlens.tolist()
-        for a, b in zip(borders[:-1], borders[1:], strict=True):
+        for a, b in itertools.pairwise(borders):
             if m.mask[a:b].any():
                 out[next(where), : b - a] = flat[start + a : start + b]
         start += len(m.tokens)

@@ -14,9 +14,10 @@ import torch
 CPU = torch.device("cpu")
 
 _FACTORIES = (
-    "zeros ones empty full tensor arange rand randn randint eye linspace as_tensor "
-    "zeros_like ones_like empty_like full_like rand_like randn_like"
-).split()
+    *("zeros", "ones", "empty", "full", "rand", "randn"),
+    *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"),
+    *("tensor", "as_tensor", "arange", "linspace", "eye", "randint"),
+)
 
 
 class NullStream:

@@ -1,0 +1,191 @@
+"""Model, optimizer and random state in megatron's distributed format.
+
+A checkpoint written by one layout loads into any other. Files are written by the ranks themselves:
+megatron's own writer forks processes out of a rank and waits for them without a limit.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil  # noqa: F401  megatron's writer fails without it
+import torch
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+from rlhf.dist.layout import TrainLayout
+from rlhf.mcore.model import TrainModel
+from rlhf.mcore.optimizer import Optimizer
+
+_STATE_BYTES_PER_ELEMENT = 12  # float32 master and two moments
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """What a run saves and resumes: a trainable model, its optimizer and the random states."""
+
+    model: TrainModel
+    optimizer: Optimizer
+    layout: TrainLayout
+
+    def num_bytes(self) -> int:
+        """Bytes that this rank will write, tied weights counted on each stage that holds them."""
+        if parallel_state.get_data_parallel_rank(with_context_parallel=True):
+            return 0
+        return sum(
+            p.numel() * (p.element_size() + _STATE_BYTES_PER_ELEMENT)
+            for p in self.model.params.values()
+        )
+
+    def save(self, folder: Path) -> None:
+        """Collective over all ranks."""
+        save_state(folder, self.model, self.optimizer, self.layout)
+
+    def load(self, folder: Path) -> None:
+        """Collective over all ranks."""
+        load_state(folder, self.model, self.optimizer, self.layout)
+
+
+def save_state(
+    folder: Path,
+    model: TrainModel,
+    optimizer: Optimizer,
+    layout: TrainLayout,
+    extra: Mapping[str, Any] | None = None,
+) -> None:
+    """Write everything into ``folder``, which must exist and be empty.
+
+    ``extra`` is small JSON-like data, equal on all ranks. Collective over all ranks; returns when
+    all files are on disk.
+
+    Raises:
+        CheckpointException (of torch): a rank could not write; raised on every rank.
+    """
+    optimizer.wait_params()
+    model_state = _model_state(model)
+    state = {
+        **model_state,
+        "optimizer": optimizer.inner.sharded_state_dict(model_state, metadata=_metadata()),
+        "random": _random_state(layout),
+        "common": {
+            "layout": asdict(layout),
+            "num_updates": optimizer.num_updates,
+            "extra": dict(extra or {}),
+        },
+    }
+    _write(folder, state)
+
+
+def load_state(
+    folder: Path, model: TrainModel, optimizer: Optimizer, layout: TrainLayout
+) -> dict[str, Any]:
+    """Restore what :func:`save_state` wrote, by any layout; returns its ``extra``.
+
+    Random states come back if the layout is the one that wrote them; another layout keeps its seeds.
+    Collective over all ranks.
+    """
+    common = dist_checkpointing.load_common_state_dict(str(folder))["common"]
+    model_state = _model_state(model)
+    state = {
+        **model_state,
+        "optimizer": optimizer.inner.sharded_state_dict(
+            model_state, is_loading=True, metadata=_metadata()
+        ),
+    }
+    same_layout = common["layout"] == asdict(layout)
+    if same_layout:
+        state["random"] = _random_state(layout)
+    loaded = dist_checkpointing.load(state, str(folder))
+    _set_weights(model, loaded)
+    optimizer.inner.load_state_dict(loaded["optimizer"])
+    optimizer.num_updates = common["num_updates"]
+    if same_layout:
+        _set_random_state(loaded["random"])
+    extra: dict[str, Any] = common["extra"]
+    return extra
+
+
+def load_weights(folder: Path, model: TrainModel) -> None:
+    """Only the weights, into a model of any layout. Collective over all ranks."""
+    _set_weights(model, dist_checkpointing.load(_model_state(model), str(folder)))
+
+
+def _metadata() -> dict[str, Any]:
+    return {
+        # The default is a format that cannot be read back.
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+
+
+def _model_state(model: TrainModel) -> dict[str, Any]:
+    """All virtual chunks in one dictionary: they must be saved and loaded in one call."""
+    return {
+        f"model{i}": decoder.sharded_state_dict(metadata=_metadata())
+        for i, decoder in enumerate(model.decoders)
+    }
+
+
+def _set_weights(model: TrainModel, loaded: Mapping[str, Any]) -> None:
+    for i, decoder in enumerate(model.decoders):
+        decoder.load_state_dict(loaded[f"model{i}"])
+
+
+def _random_state(layout: TrainLayout) -> ShardedObject:
+    rank = torch.distributed.get_rank()
+    state = {
+        "host": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state(),
+        "tracker": get_cuda_rng_tracker().get_states(),
+    }
+    return ShardedObject("random", state, (layout.world,), (rank,))
+
+
+def _set_random_state(state: Mapping[str, Any]) -> None:
+    torch.set_rng_state(state["host"])
+    torch.cuda.set_rng_state(state["device"])
+    get_cuda_rng_tracker().set_states(state["tracker"])
+
+
+def _write(folder: Path, state: dict[str, Any]) -> None:
+    """megatron's plan and format; this thread writes."""
+    results: queue.Queue = queue.Queue()
+    # megatron keeps its queue here and would otherwise spawn a manager process for it
+    writer_module: Any = filesystem_async
+    writer_module._results_queue = results
+    request = dist_checkpointing.save(
+        state,
+        str(folder),
+        TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1),
+        async_sharded_save=True,
+    )
+    if request.async_fn is not None:
+        results.put(_write_buckets(request))
+    for finalize in request.finalize_fns:
+        finalize()
+
+
+def _write_buckets(request: Any) -> dict[int, list] | Exception:
+    """What megatron's writer processes answer: results by bucket, or the first error."""
+    transforms = request.async_fn.args[0]
+    done: dict[int, list] = {}
+    for i, bucket in enumerate(request.preload_fn()):
+        answers: queue.Queue = queue.Queue()
+        pending: queue.Queue = queue.Queue()
+        pending.put(i)
+        filesystem_async.FileSystemWriterAsync.write_preloaded_data(
+            transforms, i, bucket, answers, pending, use_fsync=True
+        )
+        _, result = answers.get_nowait()
+        if isinstance(result, Exception):
+            return result
+        done[i] = result
+    return done
