@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,41 +24,12 @@ from rlhf.dist.layout import TrainLayout
 from rlhf.mcore.model import TrainModel
 from rlhf.mcore.optimizer import Optimizer
 
-_STATE_BYTES_PER_ELEMENT = 12  # float32 master and two moments
-
-
-@dataclass(frozen=True)
-class TrainState:
-    """What a run saves and resumes: a trainable model, its optimizer and the random states."""
-
-    model: TrainModel
-    optimizer: Optimizer
-    layout: TrainLayout
-
-    def num_bytes(self) -> int:
-        """Bytes that this rank will write, tied weights counted on each stage that holds them."""
-        if parallel_state.get_data_parallel_rank(with_context_parallel=True):
-            return 0
-        return sum(
-            p.numel() * (p.element_size() + _STATE_BYTES_PER_ELEMENT)
-            for p in self.model.params.values()
-        )
-
-    def save(self, folder: Path) -> None:
-        """Collective over all ranks."""
-        save_state(folder, self.model, self.optimizer, self.layout)
-
-    def load(self, folder: Path) -> None:
-        """Collective over all ranks."""
-        load_state(folder, self.model, self.optimizer, self.layout)
-
 
 def save_state(
     folder: Path,
     model: TrainModel,
     optimizer: Optimizer,
-    layout: TrainLayout,
-    extra: Mapping[str, Any] | None = None,
+    extra: Mapping[str, Any],
 ) -> None:
     """Write everything into ``folder``, which must exist and be empty.
 
@@ -73,22 +44,20 @@ def save_state(
     state = {
         **model_state,
         "optimizer": optimizer.inner.sharded_state_dict(model_state, metadata=_metadata()),
-        "random": _random_state(layout),
+        "random": _random_state(model.layout),
         "common": {
-            "layout": asdict(layout),
+            "layout": asdict(model.layout),
             "num_updates": optimizer.num_updates,
-            "extra": dict(extra or {}),
+            "extra": dict(extra),
         },
     }
     _write(folder, state)
 
 
-def load_state(
-    folder: Path, model: TrainModel, optimizer: Optimizer, layout: TrainLayout
-) -> dict[str, Any]:
+def load_state(folder: Path, model: TrainModel, optimizer: Optimizer) -> dict[str, Any]:
     """Restore what :func:`save_state` wrote, by any layout; returns its ``extra``.
 
-    Random states come back if the layout is the one that wrote them; another layout keeps its seeds.
+    Random states come back if the layout is the one that wrote them; otherwise the seeds stay.
     Collective over all ranks.
     """
     common = dist_checkpointing.load_common_state_dict(str(folder))["common"]
@@ -99,9 +68,9 @@ def load_state(
             model_state, is_loading=True, metadata=_metadata()
         ),
     }
-    same_layout = common["layout"] == asdict(layout)
+    same_layout = common["layout"] == asdict(model.layout)
     if same_layout:
-        state["random"] = _random_state(layout)
+        state["random"] = _random_state(model.layout)
     loaded = dist_checkpointing.load(state, str(folder))
     _set_weights(model, loaded)
     optimizer.inner.load_state_dict(loaded["optimizer"])

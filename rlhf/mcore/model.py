@@ -129,6 +129,7 @@ class TrainModel:
     """A model on this rank: its pipeline chunks, wrapped for gradients if trainable."""
 
     config: TransformerConfig
+    layout: TrainLayout
     chunks: list[torch.nn.Module]
     decoders: list[Decoder]
     params: Mapping[str, Tensor]
@@ -169,7 +170,7 @@ def build_model(
         for i, decoder in enumerate(decoders)
         for name, parameter in decoder.named_parameters()
     }
-    return TrainModel(config=config, chunks=chunks, decoders=decoders, params=params)
+    return TrainModel(config=config, layout=layout, chunks=chunks, decoders=decoders, params=params)
 
 
 def _build_chunk(
