@@ -15,7 +15,7 @@ from torch import Tensor
 from rlhf.algorithms.advantages import group_credits, kl_to_go
 from rlhf.algorithms.aggregate import token_weights, weighted_sum
 from rlhf.algorithms.losses import PolicyLoss, kl_estimate, policy_loss
-from rlhf.config.schema import AlgorithmSection
+from rlhf.config.schema import AlgorithmSection, Config
 from rlhf.track.metrics import Mean, Metric
 from rlhf.types import Batch, TrajectoryFacts
 
@@ -120,7 +120,7 @@ class Algorithm:
             advantages -= self._kl_coef * torch.where(batch.mask, to_go, 0.0)
         return batch.with_columns(advantages=advantages)
 
-    def loss(
+    def loss_fn(
         self, logprobs: Tensor, entropy: Tensor, columns: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of one micro-batch's share, and plain sums for :func:`update_metrics`.
@@ -151,6 +151,11 @@ class Algorithm:
                 sums["kl_loss"] = penalty.detach()
             sums["kl_ref"] = kl_estimate(logprobs.detach(), columns["ref_logprobs"], "k3").sum()
         return total, sums | _token_sums(policy, logprobs, entropy, columns)
+
+
+def build_algorithm(config: Config) -> Algorithm:
+    """The configured algorithm."""
+    return Algorithm(config.algorithm, config.rollout.sampling.max_new_tokens)
 
 
 def _token_sums(

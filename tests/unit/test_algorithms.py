@@ -313,7 +313,7 @@ def test_loss_is_the_sum_of_its_terms_and_its_sums_add_up_to_means():
     sums: dict[str, float] = {}
     total = 0.0
     for a, b in ((0, 5), (5, 5), (5, 12)):  # micro-batches, one of them empty
-        loss, part = algorithm.loss(
+        loss, part = algorithm.loss_fn(
             now[a:b], entropy[a:b], {name: c[a:b] for name, c in columns.items()}
         )
         loss.backward(retain_graph=True)
@@ -346,7 +346,7 @@ def test_an_update_without_tokens_has_zero_loss_a_gradient_and_no_metrics():
     algorithm = Algorithm(section(), 8)
     now = torch.zeros(0, requires_grad=True)
     empty = dict.fromkeys(("old_logprobs", "advantages", "loss_weights"), torch.zeros(0))
-    loss, sums = algorithm.loss(now, torch.zeros(0), empty)
+    loss, sums = algorithm.loss_fn(now, torch.zeros(0), empty)
     loss.backward()
     assert float(loss.detach()) == 0.0
     assert update_metrics({name: float(v) for name, v in sums.items()}) == {}

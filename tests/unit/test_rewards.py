@@ -9,8 +9,8 @@ import pytest
 
 from rlhf.config.schema import DataSection, JsonlSource
 from rlhf.data.sources import load_rows
+from rlhf.rewards.build import Rewards, build_rewards, make_reward
 from rlhf.rewards.match import numbers
-from rlhf.rewards.reward import Rewards, build_rewards, make_reward
 from rlhf.types import Prompt, Score, Status, Trajectory
 from tests.unit.test_data import sums
 
