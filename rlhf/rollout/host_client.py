@@ -74,6 +74,7 @@ class EngineHost:
         self._child_pidfds: list[int] = []
         self._calls = 0
         self._update_call: int | None = None
+        self._update_limit_s = 0.0
         self._pinged_at: float | None = None
         self._heard_at = time.monotonic()
         self._died: str | None = None
@@ -188,7 +189,7 @@ class EngineHost:
         From here on the weights are invalid, until :meth:`end_update` has returned.
         :meth:`poll` raises if the engine refused or the call ended with an error.
         """
-        self._update_call = self._next_call()
+        self._update_call, self._update_limit_s = self._next_call(), limit_s
         self._send(BeginUpdate(self._update_call, tuple(messages), limit_s))
 
     def end_update(self, version: int) -> None:
@@ -251,7 +252,7 @@ class EngineHost:
         self._update_call = None
         call = self._next_call()
         self._send(EndUpdate(call, version))
-        self._wait(call, CALL_LIMIT_S)
+        self._wait(call, self._update_limit_s + CALL_LIMIT_S)
 
     def _next_call(self) -> int:
         if self._info is None:

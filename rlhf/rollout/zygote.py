@@ -30,6 +30,7 @@ from typing import NoReturn
 from rlhf.rollout.lifeline import (
     die_with_parent,
     engine_environment,
+    hide_megatron,
     kill_pidfd,
     name_process,
     open_pidfd,
@@ -46,8 +47,7 @@ PRELOAD = (
     "sglang.srt.models.llama",
     "sglang.srt.models.qwen2",
     "sglang.srt.models.qwen3",
-    "rlhf.rollout.host",
-    "rlhf.rollout.sglang_engine",
+    "rlhf.rollout.host_server",
 )
 MESSAGE_BYTES = 65536
 NUM_LINKS = 5
@@ -306,8 +306,7 @@ def main() -> None:
     import logging
 
     logging.basicConfig(level=logging.ERROR)  # SGLang warns of each model that it cannot import
-    # SGLang's debug dumper imports megatron if it can: 0.7 s per process for nothing.
-    sys.modules["megatron"] = None  # type: ignore[assignment]
+    hide_megatron()
     for module in PRELOAD:
         importlib.import_module(module)
     num_threads = len(os.listdir("/proc/self/task"))

@@ -1,0 +1,270 @@
+"""Serves one rank's requests to one SGLang engine, on the engine's own asyncio loop.
+
+The loop always runs, so completions stream back one by one, an abort works during a generation, a
+ping is answered at any time, and an update stays open while the rank drives its rounds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Coroutine
+from contextlib import aclosing
+from math import isfinite
+from typing import Any, NoReturn
+
+from sglang.srt.managers.io_struct import GenerateReqInput
+
+from rlhf.rollout.channel import (
+    LENGTH,
+    Abort,
+    Answered,
+    BeginUpdate,
+    CallLoader,
+    Close,
+    Done,
+    EndUpdate,
+    Failed,
+    Generate,
+    Ping,
+    Pong,
+    Ready,
+    Reply,
+    Request,
+    Sleep,
+    Wake,
+    frame,
+    unframe,
+)
+from rlhf.rollout.engine import RESERVED_TOKENS, Completion, EngineInfo, EngineSpec
+from rlhf.rollout.host import EXIT_DIED, Links
+from rlhf.rollout.host_weights import EngineWeights
+from rlhf.rollout.lifeline import describe_exit, peek_exit, write_obituary
+from rlhf.rollout.sglang_engine import sampling_params
+from rlhf.types import Status
+
+ABORT_EVERY_S = 0.2
+STATUS = {"stop": Status.STOPPED, "length": Status.LENGTH, "abort": Status.ABORTED}
+
+
+class Host:
+    """Serves one rank's requests on the engine's loop."""
+
+    def __init__(self, engine: Any, spec: EngineSpec, links: Links) -> None:
+        self._engine = engine
+        self._manager = engine.tokenizer_manager
+        self._spec = spec
+        self._links = links
+        self._writer: asyncio.StreamWriter | None = None
+        self._generation: asyncio.Task[None] | None = None
+        self._aborting: asyncio.Task[None] | None = None
+        self._weights = EngineWeights(self._manager, spec, self._die)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.closing = threading.Event()
+
+    async def run(self, started: float) -> None:
+        """Until the rank closes or is gone."""
+        self._manager.auto_create_handle_loop()
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGQUIT, self._die, "a child reported a failure")
+        loop.add_signal_handler(signal.SIGTERM, self._die, "engine host: SIGTERM")
+        pids = self._pids()
+        self._watch_processes(pids)
+        sock = socket.socket(fileno=self._links.channel)
+        reader, self._writer = await asyncio.open_unix_connection(sock=sock)
+        kv_tokens = await self._kv_tokens()
+        self._send(Ready(EngineInfo(pids, kv_tokens, time.perf_counter() - started)))
+        self._run(self._watch_scheduler())
+        while True:
+            try:
+                (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+                message = unframe(await reader.readexactly(length))
+            except (asyncio.IncompleteReadError, ConnectionResetError):
+                return
+            if isinstance(message, Close):
+                return
+            self._take(message)
+
+    def _take(self, message: Request) -> None:
+        match message:
+            case Ping():
+                self._send(Pong())
+            case Abort():
+                if self._generation is not None and self._aborting is None:
+                    self._aborting = self._run(self._abort(self._generation))
+            case Generate(call=call):
+                work = self._generate(message, self._generation)
+                self._generation = self._run(self._answer(call, work))
+            case BeginUpdate():
+                self._begin_update(message)
+            case EndUpdate(call=call, version=version):
+                self._run(self._answer(call, self._weights.end(version)))
+            case CallLoader(call=call, messages=messages, limit_s=limit_s):
+                work = self._when_idle("loader call", self._weights.call(messages, limit_s))
+                self._run(self._answer(call, work))
+            case Sleep(call=call):
+                work = self._when_idle("sleep", self._weights.sleep())
+                self._run(self._answer(call, work))
+            case Wake(call=call):
+                self._run(self._answer(call, self._weights.wake()))
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _answer(self, call: int, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except Exception as error:  # noqa: BLE001  (raised in the rank)
+            self._send(Failed(call, f"{type(error).__name__}: {error}"))
+        else:
+            self._send(Done(call))
+
+    def _send(self, message: Reply) -> None:
+        assert self._writer is not None
+        self._writer.write(frame(message))
+
+    # ---------------------------------------------------------------- generation
+
+    async def _generate(self, message: Generate, before: asyncio.Task[None] | None) -> None:
+        if before is not None and not before.done():
+            if self._aborting is None:
+                raise RuntimeError("a generation is running; abort it or wait for it first")
+            await asyncio.wait({before})
+        if self._weights.invalid:
+            raise RuntimeError(
+                f"generate refused: engine weights are not valid ({self._weights.invalid}); "
+                "complete an update first"
+            )
+        # One batch is one message to the scheduler: a share is admitted whole, before the next
+        # step is scheduled, so the batches that are run depend on the requests alone.
+        batch = GenerateReqInput(
+            input_ids=[list(r.token_ids) for r in message.requests],
+            sampling_params=[
+                sampling_params(r, self._spec.deterministic) for r in message.requests
+            ],
+            rid=[f"{message.call}.{i}" for i in range(len(message.requests))],
+            return_logprob=True,
+            stream=True,
+        )
+        async with aclosing(self._manager.generate_request(batch, None)) as outputs:
+            async for out in outputs:
+                if out["meta_info"]["finish_reason"] is not None:
+                    key = message.requests[out["index"]].key
+                    self._send(Answered(message.call, self._completion(key, out)))
+
+    def _completion(self, key: int, out: dict[str, Any]) -> Completion:
+        reason = out["meta_info"]["finish_reason"]
+        if reason.get("status_code") is not None:
+            raise RuntimeError(f"request {key} was refused by SGLang: {reason.get('message')}")
+        token_ids = list(out["output_ids"])
+        logprobs = [entry[0] for entry in out["meta_info"].get("output_token_logprobs") or ()]
+        if reason["type"] == "abort":  # the last step of an aborted request may be half reported
+            num_tokens = min(len(token_ids), len(logprobs))
+            token_ids, logprobs = token_ids[:num_tokens], logprobs[:num_tokens]
+        if len(token_ids) != len(logprobs):
+            raise RuntimeError(
+                f"request {key}: {len(token_ids)} tokens but {len(logprobs)} log-probabilities"
+            )
+        if not all(map(isfinite, logprobs)):
+            raise RuntimeError(
+                f"request {key}: the engine gave a log-probability that is not finite; "
+                "its weights or its cache hold NaN"
+            )
+        return Completion(key, token_ids, logprobs, STATUS[reason["type"]], self._weights.version)
+
+    async def _abort(self, generation: asyncio.Task[None]) -> None:
+        # Asked again until it holds: requests may still be on their way to the scheduler.
+        while not generation.done():
+            self._manager.abort_request(abort_all=True)
+            await asyncio.wait({generation}, timeout=ABORT_EVERY_S)
+        self._aborting = None
+
+    # ---------------------------------------------------------------- weights
+
+    def _begin_update(self, message: BeginUpdate) -> None:
+        def tell(text: str) -> None:
+            self._send(Failed(message.call, text))
+
+        if busy := self._busy():
+            tell(f"RuntimeError: update refused: {busy}")
+        else:
+            self._weights.begin(message.messages, message.limit_s, tell)
+
+    async def _when_idle(self, what: str, work: Coroutine[Any, Any, None]) -> None:
+        if busy := self._busy():
+            work.close()
+            raise RuntimeError(f"{what} refused: {busy}")
+        await work
+
+    def _busy(self) -> str:
+        if self._weights.is_busy:
+            return "an update is open; end it first"
+        if self._generation is not None and not self._generation.done() and not self._aborting:
+            return "a generation is running; abort it or wait for it first"
+        return ""
+
+    # ---------------------------------------------------------------- watching
+
+    def _pids(self) -> dict[str, int]:
+        *schedulers, detokenizer = self._engine.get_all_child_pids()
+        pids = {"host": os.getpid()}
+        pids |= {f"scheduler tp{i}": pid for i, pid in enumerate(schedulers)}
+        return pids | {"detokenizer": detokenizer}
+
+    async def _kv_tokens(self) -> int:
+        state = (await self._manager.get_internal_state())[0]
+        num_tokens = int(state["memory_usage"]["token_capacity"])
+        need = self._spec.context_tokens + RESERVED_TOKENS
+        if num_tokens < need:
+            raise RuntimeError(
+                f"the KV cache holds {num_tokens} tokens, one full context needs {need}; raise "
+                "rollout.mem_fraction or rollout.kv_tokens, or shorten prompts and answers"
+            )
+        return num_tokens
+
+    def _watch_processes(self, pids: dict[str, int]) -> None:
+        """A thread of its own: it works while the loop, or SGLang on it, does not."""
+        children = {os.pidfd_open(pid): (name, pid) for name, pid in pids.items() if name != "host"}
+
+        def watch() -> None:
+            poller = select.poll()
+            for fd in (self._links.rank, *children):
+                poller.register(fd, select.POLLIN)
+            fd = poller.poll()[0][0]
+            if fd == self._links.rank:
+                os._exit(0)
+            if self.closing.is_set():
+                return
+            name, pid = children[fd]
+            self._die(f"{name} (pid {pid}) {describe_exit(peek_exit(fd))}")
+
+        threading.Thread(target=watch, name="watch-processes", daemon=True).start()
+
+    async def _watch_scheduler(self) -> None:
+        """A scheduler that hangs is alive for the kernel: ask it something now and then.
+
+        Not during a loader call, which has a limit of its own.
+        """
+        limit_s = self._spec.hang_limit_s
+        while True:
+            await asyncio.sleep(limit_s / 4)
+            while self._weights.loading:
+                await asyncio.sleep(limit_s / 4)
+            try:
+                await asyncio.wait_for(self._manager.get_internal_state(), limit_s)
+            except TimeoutError:
+                if not self._weights.loading:
+                    self._die(f"a scheduler did not answer for {limit_s:.0f} s")
+
+    def _die(self, cause: str) -> NoReturn:
+        """End this process; the kernel ends its children."""
+        write_obituary(self._links.obituary, cause)
+        os._exit(EXIT_DIED)

@@ -1,0 +1,152 @@
+"""The engine's weights as its host sees them: updates, sleep, and whether they may be used.
+
+Weights are invalid until an update has completed, again as soon as the next one begins, and after
+a sleep. One update is one begin, one loader call that stays open while the rank drives its rounds,
+and one end; SGLang's begin and end are quick and its loader call flushes the prefix cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from sglang.srt.managers.io_struct import (
+    BeginWeightUpdateReqInput,
+    EndWeightUpdateReqInput,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+    UpdateWeightsFromTensorReqInput,
+    UpdateWeightVersionReqInput,
+)
+
+from rlhf.rollout.engine import EngineSpec
+from rlhf.rollout.sglang_engine import loader_payloads
+
+LOADER_GRACE_S = 10.0
+"""Time that a loader call has, after its limit, to return."""
+SLEEP_LIMIT_S = 60.0
+
+Messages = Sequence[dict[str, Any]]
+
+
+class EngineWeights:
+    """All that changes weights goes through here."""
+
+    def __init__(self, manager: Any, spec: EngineSpec, die: Callable[[str], NoReturn]) -> None:
+        """``manager`` is SGLang's tokenizer manager, ``die`` ends the process with a cause."""
+        self._manager = manager
+        self._spec = spec
+        self._die = die
+        self._update: asyncio.Task[None] | None = None
+        self._limit_s = 0.0
+        self._asleep = False
+        self.loading = False
+        """A loader call is open: the schedulers do nothing else."""
+        self.version = -1
+        self.invalid = "no update has completed yet"
+        """Why the weights may not be used; empty: they may."""
+
+    @property
+    def is_busy(self) -> bool:
+        return self.loading or (self._update is not None and not self._update.done())
+
+    def begin(self, messages: Messages, limit_s: float, on_failure: Callable[[str], None]) -> None:
+        """Open an update; ``on_failure`` hears of an end that nobody asked for."""
+
+        async def update() -> None:
+            try:
+                await self._load(messages)
+            except Exception as error:
+                self.invalid = f"the last update failed: {error}"
+                on_failure(f"{type(error).__name__}: {error}")
+                raise
+
+        self.invalid = "an update is open"
+        self._limit_s = limit_s
+        self._update = asyncio.get_running_loop().create_task(update())
+
+    async def end(self, version: int | None) -> None:
+        """Wait for the open update; with a version the weights are valid from here on.
+
+        Raises:
+            RuntimeError: there is none, or SGLang refused a part of it.
+        """
+        update, self._update = self._update, None
+        if update is None:
+            raise RuntimeError("end_update without begin_update")
+        await self._returned(update, self._limit_s)
+        if version is None:
+            self.invalid = "the last update was abandoned"
+            return
+        await self._manager.update_weight_version(
+            UpdateWeightVersionReqInput(new_version=str(version))
+        )
+        self.version, self.invalid = version, ""
+
+    async def call(self, messages: Messages, limit_s: float) -> None:
+        """A complete loader call; does not change whether the weights are valid."""
+        load = asyncio.get_running_loop().create_task(self._load(messages))
+        await self._returned(load, limit_s)
+
+    async def sleep(self) -> None:
+        """Release device memory; on a CPU, where that frees nothing, let the weights be NaN."""
+        if self._asleep:
+            return
+        self._asleep = True
+        self.invalid = "the engine sleeps"
+        if self._spec.device == "cpu":
+            await self.call([{"op": "sleep"}] * self._spec.tp, SLEEP_LIMIT_S)
+        else:
+            await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput())
+
+    async def wake(self) -> None:
+        """Take device memory back; the weights wait for an update."""
+        if not self._asleep:
+            return
+        self._asleep = False
+        self.invalid = "no update has completed since the engine slept"
+        if self._spec.device != "cpu":
+            await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput())
+
+    async def _returned(self, load: asyncio.Task[None], limit_s: float) -> None:
+        limit_s += LOADER_GRACE_S
+        done, _ = await asyncio.wait({load}, timeout=limit_s)
+        if not done:
+            self._die(f"a scheduler did not return from the loader within {limit_s:.0f} s")
+        load.result()
+
+    async def _load(self, messages: Messages) -> None:
+        """One begin, one loader call in every scheduler, one end."""
+        if len(messages) != self._spec.tp:
+            raise ValueError(
+                f"{len(messages)} loader messages for {self._spec.tp} tensor parallel ranks"
+            )
+        if self._asleep and self._spec.device != "cpu":
+            raise RuntimeError("the engine sleeps and has no memory for weights; wake it first")
+        self.loading = True
+        try:
+            begun = await self._manager.begin_weight_update(
+                BeginWeightUpdateReqInput(selector="target")
+            )
+            _check("begin_weight_update", begun)
+            loaded = await self._manager.update_weights_from_tensor(
+                UpdateWeightsFromTensorReqInput(
+                    serialized_named_tensors=loader_payloads([json.dumps(m) for m in messages]),
+                    load_format=self._spec.receiver,
+                    flush_cache=True,
+                    selector="target",
+                )
+            )
+            ended = await self._manager.end_weight_update(EndWeightUpdateReqInput())
+            _check("loader", loaded)
+            _check("end_weight_update", ended)
+        finally:
+            self.loading = False
+
+
+def _check(step: str, result: tuple[bool, str]) -> None:
+    ok, text = result
+    if not ok:
+        raise RuntimeError(f"{step} failed: {text}")
