@@ -25,6 +25,7 @@ def launch(module: str, arguments: Sequence[str], num_ranks: int) -> int:
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=num_ranks,
+        run_id=str(os.getpid()),
         rdzv_backend="c10d",
         rdzv_endpoint="127.0.0.1:0",
         max_restarts=0,

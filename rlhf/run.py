@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from types import TracebackType
 
 from rlhf.algorithms.algorithm import Algorithm
 from rlhf.checkpoint import Checkpoints
 from rlhf.config.schema import Config
 from rlhf.data.mix import PromptSource
-from rlhf.dist.groups import PhaseGroup
-from rlhf.dist.stop import Stopper
 from rlhf.evaluate import Evaluator
+from rlhf.ground import Ground
 from rlhf.recorder import Recorder
 from rlhf.roles.actor import Actor
 from rlhf.roles.critic import NullCritic
@@ -40,18 +38,27 @@ class Run:
     evaluator: Evaluator
     checkpoints: Checkpoints
     recorder: Recorder
-    stopper: Stopper
-    group: PhaseGroup
-    closers: list[Callable[[], Any]] = field(default_factory=list)
+    ground: Ground
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
 
     def close(self) -> None:
         """End engines, sinks and process groups; every closer runs even if one raises."""
+        self.ground.stopper.close()
         errors = []
-        for closer in reversed(self.closers):
+        while self.ground.closers:
             try:
-                closer()
+                self.ground.closers.pop()()
             except Exception as error:  # noqa: BLE001  (all closers must run; raised below)
                 errors.append(error)
-        self.closers.clear()
         if errors:
             raise errors[0]

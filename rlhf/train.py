@@ -81,32 +81,30 @@ def run_rank(config: Config, world: World, loop: Loop) -> int:
     stopper.install()
     run: Run | None = None
     try:
-        from rlhf.build import build_on  # heavy imports start here
+        from rlhf.builder import build_on  # heavy imports start here
 
         run = build_on(config, world, stopper)
         loop(run)
-        stopper.close()
         run.close()
     except StopRequested as why:
-        return _stopped(run, stopper, why)
+        return _stopped(run, why)
     except BaseException as error:  # noqa: BLE001  (named to all ranks, then the process ends)
         return _failed(config, world, stopper, error)
     return 0
 
 
-def _stopped(run: Run | None, stopper: Stopper, why: StopRequested) -> int:
+def _stopped(run: Run | None, why: StopRequested) -> int:
     """All ranks agreed to stop: save what is done, say how to go on."""
     if run is None:
         return EXIT_STOPPED
     run.checkpoints.save()
-    if run.group.world.is_first:
+    if run.ground.plan.world.is_first:
         print(
             f"stopped: {why}; {run.checkpoints.steps_done} steps are saved in "
             f"{run.checkpoints.folder}; the same command goes on from there",
             file=sys.stderr,
             flush=True,
         )
-    stopper.close()
     run.close()
     return EXIT_STOPPED
 

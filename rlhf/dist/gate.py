@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+
+import torch
 
 from rlhf.dist.groups import PhaseGroup
 from rlhf.dist.stop import Stopper, StopRequested, consensus
@@ -26,6 +30,7 @@ class PhaseGate:
         self._group = group
         self._stopper = stopper
         self._seconds: dict[str, float] = {}
+        self._memory: dict[str, float] = {}
 
     @contextmanager
     def phase(self, phase: Phase, step: int, role: str = "") -> Iterator[None]:
@@ -47,12 +52,27 @@ class PhaseGate:
         try:
             yield
         finally:
-            self._add(f"{phase}_{role}" if role else str(phase), began)
+            name = f"{phase}_{role}" if role else str(phase)
+            self._add(name, began)
+            self._memory[name] = max(self._memory.get(name, 0.0), used_memory_gib())
 
     def take_seconds(self) -> dict[str, float]:
         """Seconds per phase since the last call."""
         taken, self._seconds = self._seconds, {}
         return taken
 
+    def take_memory(self) -> dict[str, float]:
+        """Largest GiB in use at the end of each phase since the last call."""
+        taken, self._memory = self._memory, {}
+        return taken
+
     def _add(self, name: str, began: float) -> None:
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - began
+
+
+def used_memory_gib() -> float:
+    """Memory of this process: allocated on its GPU, or resident on the host without one."""
+    if torch.cuda.is_available():
+        return torch.cuda.memory_allocated() / 2**30
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * os.sysconf("SC_PAGESIZE") / 2**30

@@ -59,6 +59,12 @@ class PhaseGroup:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
         return [int(v) for v in tensor]
 
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Element-wise sum over ranks of a host tensor. Collective, all ranks."""
+        total = values.clone()
+        dist.all_reduce(total, group=self.group)
+        return total
+
     def exchange(self, send: list[bytes], receive_bytes: list[int]) -> list[bytes]:
         """Byte r of ``send`` goes to rank r; sizes are known on both sides. Collective, all ranks.
 

@@ -47,17 +47,22 @@ def plan_batch(
     """The step's decision from facts alone: what is trained, by whom, in which micro-batch. Pure.
 
     Denominators of the loss are those of a whole update over all DP ranks, so no cut into
-    micro-batches or ranks changes the gradient.
+    micro-batches or ranks changes the gradient; nor does leaving out trajectories that have none.
+    An update that has no trajectory left is left out.
     """
     by_index = {f.index: f for f in facts}
     credit = rule.credits(facts)
-    kept = [i for i in rule.keep(facts, credit) if by_index[i].num_trained_tokens]
+    kept = set(rule.keep(facts, credit))
+    trainable = [f.index for f in facts if f.num_trained_tokens]
     updates: list[Schedule] = []
     loss_weight: dict[int, float] = {}
-    for indices in split_updates(kept, num_updates):
+    for indices in split_updates(trainable, num_updates):
         loss_weight.update(rule.loss_weights({i: by_index[i].num_trained_tokens for i in indices}))
-        local = schedule_microbatches([by_index[i].num_tokens for i in indices], dp, budget, cost)
-        updates.append([[[indices[k] for k in micro] for micro in micros] for micros in local])
+        chosen = [i for i in indices if i in kept]
+        if not chosen:
+            continue
+        local = schedule_microbatches([by_index[i].num_tokens for i in chosen], dp, budget, cost)
+        updates.append([[[chosen[k] for k in micro] for micro in micros] for micros in local])
     return BatchPlan(tuple(updates), loss_weight, credit)
 
 

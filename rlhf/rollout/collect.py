@@ -120,6 +120,10 @@ class Collector:
         self._timeout_s = timeout_s
         self.version = -1
 
+    def set_version(self, version: int) -> None:
+        """The weight version that the engines hold from now on."""
+        self.version = version
+
     def collect(
         self,
         prompts: Sequence[Prompt],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -43,11 +42,14 @@ class Resharder:
         """Show every engine process its window and its part of the plan, once.
 
         Collective over all ranks.
+
+        Raises:
+            RuntimeError: the live parameters are not those of the plan; names the first.
         """
         window = self._mover.window
         message: dict[str, Any] = {
             "op": "open",
-            "path": f"/proc/{os.getpid()}/fd/{window.fd}",
+            "path": window.path,
             "bytes": window.num_bytes,
             "area_bytes": window.area_bytes,
             "rounds": self._mover.receiver_rounds(),
@@ -55,6 +57,8 @@ class Resharder:
         messages = self._group.gather(message)
         if self._engine is not None:
             self._engine.call_loader(self._of_my_engine(messages))
+        self._group.gather(None)  # the engine has answered into every window
+        window.check()
 
     def run(self, *, version: int, step: int) -> None:
         """Bring all engines to ``version``. Collective over all ranks.

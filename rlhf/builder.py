@@ -1,0 +1,128 @@
+"""Configuration -> Run: the only place that chooses classes."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlhf.config.check import train_layout
+from rlhf.config.load import load_config
+from rlhf.config.schema import Config
+from rlhf.dist.layout import RolloutLayout
+from rlhf.dist.stop import Stopper
+from rlhf.dist.world import World, read_world
+from rlhf.ground import Closer, Ground, Plan
+from rlhf.preflight import check
+
+if TYPE_CHECKING:
+    from rlhf.rollout.host_client import EngineHost
+    from rlhf.run import Run
+
+
+def build_here(config: Config | str) -> Run:
+    """:func:`rlhf.build`."""
+    world = read_world()
+    loaded = load_config(config) if isinstance(config, str) else config
+    stopper = Stopper(world.rank, loaded.dist.stop_grace_s)
+    stopper.install()
+    return build_on(loaded, world, stopper)
+
+
+def build_on(config: Config, world: World, stopper: Stopper) -> Run:
+    """Start the engine, then build what trains while the engine starts. Collective, all ranks."""
+    plan = make_plan(config, world)
+    closers: list[Closer] = []
+    engine = _launch_engine(plan, stopper, closers)
+    ground = _lay_ground(plan, stopper, closers)
+    from rlhf.parts import build_parts  # torch and megatron are in place
+
+    return build_parts(ground, engine)
+
+
+def make_plan(config: Config, world: World) -> Plan:
+    """Check everything and lay out the ranks.
+
+    Raises:
+        ValueError: all faults at once.
+    """
+    shape = check(config, world.size, "config")
+    r = config.rollout
+    return Plan(
+        config=config,
+        world=world,
+        shape=shape,
+        train=train_layout(config.train, world.size),
+        rollout=RolloutLayout(world.size, tp=r.tp, dp=r.dp, ep=r.ep, pp=r.pp, a2a=r.a2a),
+    )
+
+
+def _launch_engine(plan: Plan, stopper: Stopper, closers: list[Closer]) -> EngineHost | None:
+    """The host process of this rank's engine if it leads one; returns while it still starts."""
+    from rlhf.rollout.engine import EngineSpec
+    from rlhf.rollout.host_client import EngineHost
+    from rlhf.rollout.zygote import has_cuda_device, start_zygote
+
+    zygote = start_zygote()
+    if zygote is not None:
+        closers.append(zygote.close)
+    if not plan.leads_engine:
+        return None
+    rollout, model = plan.config.rollout, plan.config.model
+    spec = EngineSpec(
+        model_path=str(Path(model.path).resolve()),
+        vocab_size=plan.shape.vocab_size,
+        max_position=plan.shape.max_position,
+        context_tokens=plan.config.data.max_prompt_tokens + plan.longest_answer,
+        dtype=model.dtype,
+        device="cuda" if has_cuda_device() else "cpu",
+        tp=rollout.tp,
+        cores=cores_from(plan.world, plan.rollout.engine_size),
+        first_device=plan.world.local_rank,
+        fp32_head=model.fp32_head,
+        deterministic=rollout.deterministic,
+        max_running_requests=rollout.max_running_requests,
+        kv_tokens=rollout.kv_tokens,
+        mem_fraction=rollout.mem_fraction,
+        start_timeout_s=rollout.start_timeout_s,
+    )
+    engine = EngineHost.launch(spec, zygote)
+    closers.append(engine.close)
+    stopper.at_exit(engine.kill)
+    return engine
+
+
+def cores_from(world: World, num_ranks: int) -> tuple[int, ...]:
+    """CPU cores of ``num_ranks`` ranks from this one on: the machine's, shared evenly."""
+    cores = sorted(os.sched_getaffinity(0))
+    per_rank = max(1, len(cores) // world.local_size)
+    first = world.local_rank * per_rank
+    return tuple(cores[(first + i) % len(cores)] for i in range(per_rank * num_ranks))
+
+
+def _lay_ground(plan: Plan, stopper: Stopper, closers: list[Closer]) -> Ground:
+    """Stand-ins, groups, watcher, gate. Collective over all ranks."""
+    import torch
+    import torch.distributed as dist
+
+    # megatron's notes on missing libraries, once per import and rank; `rlhf doctor` has them
+    warnings.filterwarnings("ignore", message="(?s).*(Apex|Transformer Engine).* not installed")
+
+    from rlhf.dist.gate import PhaseGate
+    from rlhf.dist.groups import PhaseGroup, device_of, init_groups
+    from rlhf.platform import megatron_cpu
+
+    megatron_cpu.install()
+    config, world = plan.config, plan.world
+    device = device_of(world)
+    if device.type == "cpu":
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.local_size))
+    else:
+        torch.cuda.set_device(device)
+    init_groups(world, device, config.dist.timeout_s)
+    closers.append(dist.destroy_process_group)
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    stopper.watch(lambda: dist.TCPStore(host, port, is_master=False))
+    group = PhaseGroup.create(world, config.rollout.timeout_s)
+    return Ground(plan, stopper, device, group, PhaseGate(group, stopper), closers)

@@ -1,0 +1,230 @@
+"""The parts of a run, each built from what stands below it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from rlhf.algorithms.algorithm import Algorithm, build_algorithm
+from rlhf.batching import Budget, sequence_cost
+from rlhf.checkpoint import Checkpoints, Policy
+from rlhf.config.load import dump_config
+from rlhf.config.schema import Config
+from rlhf.data.mix import build_eval_prompts, build_prompt_source
+from rlhf.data.tokenizer import Tokenizer, load_tokenizer
+from rlhf.evaluate import Evaluator
+from rlhf.ground import Ground, Plan
+from rlhf.mcore import parallel
+from rlhf.mcore.model import TrainModel, build_model
+from rlhf.mcore.optimizer import build_optimizer
+from rlhf.recorder import Recorder
+from rlhf.reshard.execute import Mover
+from rlhf.reshard.plan import Topology, plan
+from rlhf.reshard.schedule import rank_plan
+from rlhf.reshard.transport import DistTransport
+from rlhf.reshard.windows import Window
+from rlhf.rewards.build import build_rewards
+from rlhf.roles.actor import Actor
+from rlhf.roles.critic import NullCritic
+from rlhf.roles.reference import NullReference, Reference
+from rlhf.rollout.batcher import Batcher
+from rlhf.rollout.collect import Collector, Sampling
+from rlhf.rollout.resharder import Resharder
+from rlhf.run import Run
+from rlhf.state import TrainState
+from rlhf.weights.families import rollout_pieces, train_pieces
+from rlhf.weights.hf_checkpoint import load_pieces
+
+if TYPE_CHECKING:
+    from rlhf.rollout.host_client import EngineHost
+
+
+def build_parts(ground: Ground, engine: EngineHost | None) -> Run:
+    """All parts, loaded and resumed; the engine is ready when this returns. Collective."""
+    plan, config = ground.plan, ground.plan.config
+    if plan.world.is_first:
+        save_resolved(config)
+    tokenizer = load_tokenizer(config.model.path)
+    algorithm = build_algorithm(config)
+    recorder = Recorder.create(ground)
+    parallel.initialize(plan.train, config.dist.timeout_s, config.seed)
+    actor = _actor(ground, algorithm, recorder)
+    checkpoints = _checkpoints(ground, actor)
+    collector = _collector(ground, engine, tokenizer)
+    run = Run(
+        config=config,
+        first_step=checkpoints.resume(config.checkpoint.resume),
+        sampling=_sampling(plan, tokenizer, greedy=False),
+        prompts=build_prompt_source(config.data, tokenizer, config.seed),
+        collector=collector,
+        batcher=_batcher(ground, algorithm),
+        actor=actor,
+        reference=_reference(ground, algorithm),
+        critic=NullCritic(),
+        algorithm=algorithm,
+        resharder=_resharder(ground, engine, actor, collector),
+        evaluator=_evaluator(ground, collector, tokenizer, recorder),
+        checkpoints=checkpoints,
+        recorder=recorder,
+        ground=ground,
+    )
+    recorder.start(run.first_step)
+    return run
+
+
+def _actor(ground: Ground, algorithm: Algorithm, recorder: Recorder) -> Actor:
+    config = ground.plan.config
+    model = _load_model(ground.plan, trainable=True)
+    total = config.num_steps * config.batch.updates_per_step
+    return Actor(
+        model=model,
+        optimizer=build_optimizer(model, config.optimizer, total),
+        loss_fn=algorithm.loss_fn,
+        temperature=config.rollout.sampling.temperature,
+        gate=ground.gate,
+        on_update=recorder.add_update,
+    )
+
+
+def _load_model(plan: Plan, *, trainable: bool) -> TrainModel:
+    config = plan.config
+    model = build_model(plan.shape, plan.train, config.model, config.train, trainable=trainable)
+    pieces = train_pieces(plan.shape, plan.train, plan.world.rank)
+    load_pieces(config.model.path, pieces, model.params)
+    return model
+
+
+def _reference(ground: Ground, algorithm: Algorithm) -> Reference | NullReference:
+    if not algorithm.needs_reference:
+        return NullReference()
+    return Reference(
+        model=_load_model(ground.plan, trainable=False),
+        temperature=ground.plan.config.rollout.sampling.temperature,
+        gate=ground.gate,
+    )
+
+
+def _sampling(plan: Plan, tokenizer: Tokenizer, *, greedy: bool) -> Sampling:
+    s, evaluation = plan.config.rollout.sampling, plan.config.eval
+    stop = [tokenizer.single_token(text) for text in s.stop]
+    return Sampling(
+        temperature=0.0 if greedy else s.temperature,
+        top_p=1.0 if greedy else s.top_p,
+        top_k=-1 if greedy else s.top_k,
+        max_new_tokens=(evaluation.max_new_tokens or s.max_new_tokens)
+        if greedy
+        else s.max_new_tokens,
+        stop_token_ids=tuple(sorted({*stop, *plan.shape.eos_token_ids})),
+    )
+
+
+def _collector(ground: Ground, engine: EngineHost | None, tokenizer: Tokenizer) -> Collector:
+    config = ground.plan.config
+    return Collector(
+        engine=engine,
+        layout=ground.plan.rollout,
+        group=ground.group,
+        gate=ground.gate,
+        scorer=build_rewards(config.data),
+        decoder=tokenizer,
+        seed=config.seed,
+        timeout_s=config.rollout.timeout_s,
+    )
+
+
+def _batcher(ground: Ground, algorithm: Algorithm) -> Batcher:
+    plan, train = ground.plan, ground.plan.config.train
+    return Batcher(
+        rule=algorithm,
+        layout=plan.train,
+        group=ground.group,
+        gate=ground.gate,
+        budget=Budget(
+            tokens=train.tokens_per_microbatch,
+            align=train.tp if train.sequence_parallel else 1,
+            multiple=train.pp if train.vpp > 1 else 1,
+        ),
+        cost=sequence_cost(plan.shape),
+        num_updates=plan.config.batch.updates_per_step,
+        device=ground.device,
+    )
+
+
+def _resharder(
+    ground: Ground, engine: EngineHost | None, actor: Actor, collector: Collector
+) -> Resharder:
+    shape, config, world = ground.plan.shape, ground.plan.config, ground.plan.world
+    dtype = getattr(torch, config.model.dtype)
+    ranks = range(world.size)
+    whole = plan(
+        [train_pieces(shape, ground.plan.train, r) for r in ranks],
+        [rollout_pieces(shape, ground.plan.rollout, r) for r in ranks],
+        dtype.itemsize,
+        Topology.of(world.size, world.local_size),
+    )
+    mine = rank_plan(whole, world.rank, config.reshard.window_mib * 2**20)
+    window = Window(mine.incoming_area_bytes, ground.device)
+    ground.closers.append(window.close)
+    mover = Mover(
+        mine,
+        actor.params,
+        DistTransport(device=ground.device),
+        window,
+        dtype=dtype,
+        limit_s=config.reshard.timeout_s,
+    )
+    resharder = Resharder(
+        mover=mover,
+        engine=engine,
+        layout=ground.plan.rollout,
+        group=ground.group,
+        gate=ground.gate,
+        on_version=collector.set_version,
+        timeout_s=config.reshard.timeout_s,
+    )
+    if engine is not None:
+        engine.wait_ready()
+    resharder.open()
+    return resharder
+
+
+def _evaluator(
+    ground: Ground, collector: Collector, tokenizer: Tokenizer, recorder: Recorder
+) -> Evaluator:
+    config = ground.plan.config
+    return Evaluator(
+        collector=collector,
+        prompts=build_eval_prompts(config.data, tokenizer),
+        sampling=_sampling(ground.plan, tokenizer, greedy=True),
+        every=config.eval.every,
+        num_steps=config.num_steps,
+        on_result=recorder.add_accuracy,
+    )
+
+
+def _checkpoints(ground: Ground, actor: Actor) -> Checkpoints:
+    config = ground.plan.config
+    return Checkpoints(
+        folder=Path(config.run_dir) / "checkpoints",
+        state=TrainState(
+            actor.model,
+            actor.optimizer,
+            writes=ground.plan.train.coord(ground.plan.world.rank).dp == 0,
+        ),
+        policy=Policy(
+            every=config.checkpoint.every, keep=config.checkpoint.keep, num_steps=config.num_steps
+        ),
+        group=ground.group,
+        gate=ground.gate,
+        config=config.model_dump(mode="json"),
+    )
+
+
+def save_resolved(config: Config) -> Path:
+    """Write the resolved configuration into the run folder; returns the folder."""
+    folder = Path(config.run_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    return folder

@@ -1,0 +1,137 @@
+"""What a step was like: facts of all ranks become one set of metrics, written once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from rlhf.algorithms.algorithm import update_metrics
+from rlhf.algorithms.gap import NUM_BINS, gap_metrics, gap_sums
+from rlhf.evaluate import Accuracy
+from rlhf.ground import Ground
+from rlhf.mcore.forward import TrainStats
+from rlhf.rollout.collect import Rollout
+from rlhf.track.metrics import Max, Mean, Metric, Sum, merge, values
+from rlhf.track.tracker import Tracker
+from rlhf.types import Batch, Status, TrajectoryFacts
+
+GAP_SUMS = 3 + NUM_BINS
+
+
+class Recorder:
+    """Gathers, merges and hands to the tracker. Every rank calls every method."""
+
+    def __init__(self, ground: Ground, tracker: Tracker) -> None:
+        self._ground = ground
+        self._tracker = tracker
+        self._updates: list[Mapping[str, Metric]] = []
+        self._began = time.perf_counter()
+        self.accuracies: list[Accuracy] = []
+
+    @classmethod
+    def create(cls, ground: Ground) -> Recorder:
+        """With the tracker of this rank: a real one on the first rank."""
+        config = ground.plan.config
+        tracker = Tracker(
+            Path(config.run_dir),
+            config.track,
+            config.num_steps,
+            is_writer=ground.plan.world.is_first,
+        )
+        ground.closers.append(tracker.close)
+        return cls(ground, tracker)
+
+    def start(self, first_step: int) -> None:
+        """Drop what an interrupted run wrote beyond its checkpoint; start the clock."""
+        self._tracker.start(first_step)
+        self._ground.gate.take_seconds()
+        self._began = time.perf_counter()
+
+    def add_update(self, stats: TrainStats) -> None:
+        """Statistics of one optimizer step; equal on all ranks."""
+        own: dict[str, Metric] = {
+            "optim/grad_norm": Mean(stats.grad_norm),
+            "optim/lr": Max(stats.lr),
+            "optim/skipped": Sum(0.0 if stats.ok else 1.0),
+        }
+        self._updates.append({**own, **update_metrics(stats.sums)})
+
+    def add_accuracy(self, result: Accuracy, rollout: Rollout) -> None:
+        """A held-out result."""
+        self.accuracies.append(result)
+        self._tracker.log_eval(
+            result.step, {"eval/accuracy": result.value, "eval/items": float(result.num_items)}
+        )
+        self._tracker.samples(f"eval-{result.step:06d}", rollout.samples)
+
+    def log(self, step: int, rollout: Rollout, batch: Batch) -> None:
+        """One line for the step. Collective over all ranks."""
+        seconds = self._ground.gate.take_seconds()
+        elapsed, self._began = time.perf_counter() - self._began, time.perf_counter()
+        parts: list[Mapping[str, Metric]] = [
+            {f"seconds/{name}": Max(value) for name, value in seconds.items()},
+            {"seconds/step": Max(elapsed)},
+            {f"memory_gib/{k}": Max(v) for k, v in self._ground.gate.take_memory().items()},
+        ]
+        parts = self._ground.group.gather(merge(parts))
+        facts = rollout_metrics(rollout.facts)
+        shared = merge([facts, *self._updates, gap_metrics(self._gap(batch))])
+        self._updates = []
+        metrics = values(merge([*parts, shared]))
+        metrics |= rates(rollout.facts, metrics)
+        self._tracker.log(step, metrics)
+        every = self._ground.plan.config.track.samples_every
+        if every and step % every == 0:
+            self._tracker.samples(f"step-{step:06d}", rollout.samples)
+
+    def _gap(self, batch: Batch) -> torch.Tensor:
+        """Summed over one rank per DP replica. Collective over all ranks."""
+        coord = self._ground.plan.train.coord(self._ground.plan.world.rank)
+        sums = torch.zeros(GAP_SUMS, dtype=torch.float64)
+        if coord.tp == coord.pp == coord.cp == 0 and len(batch.tokens):
+            assert batch.rollout_logprobs is not None
+            assert batch.old_logprobs is not None
+            mask = batch.mask
+            sums = gap_sums(batch.rollout_logprobs[mask].cpu(), batch.old_logprobs[mask].cpu())
+        return self._ground.group.sum(sums)
+
+
+def rollout_metrics(facts: Sequence[TrajectoryFacts]) -> dict[str, Metric]:
+    """Reward, lengths and endings of a step's trajectories; per domain where there are several."""
+    groups: dict[int, list[float]] = {}
+    for f in facts:
+        groups.setdefault(f.group, []).append(f.score.value)
+    mixed = [float(min(v) != max(v)) for v in groups.values()]
+    parts: list[Mapping[str, Metric]] = [
+        {"rollout/groups_with_signal": Mean(sum(mixed) / len(mixed), len(mixed))}
+    ]
+    domains = {f.domain for f in facts}
+    for f in facts:
+        answer = float(f.num_trained_tokens)
+        one: dict[str, Metric] = {
+            "reward/mean": Mean(f.score.value),
+            "reward/solved": Mean(float(f.score.value >= 1.0)),
+            "rollout/answer_tokens": Mean(answer),
+            "rollout/answer_tokens_max": Max(answer),
+            "rollout/prompt_tokens": Mean(float(f.num_tokens) - answer),
+            "rollout/truncated": Mean(float(f.status is Status.LENGTH)),
+        }
+        one |= {f"reward/part/{name}": Mean(value) for name, value in f.score.parts.items()}
+        if len(domains) > 1:
+            one[f"reward/domain/{f.domain}"] = Mean(f.score.value)
+        parts.append(one)
+    return merge(parts)
+
+
+def rates(facts: Sequence[TrajectoryFacts], metrics: Mapping[str, float]) -> dict[str, float]:
+    """Tokens per second of the phases that handle tokens."""
+    answered = sum(f.num_trained_tokens for f in facts)
+    out = {}
+    for phase, tokens in (("rollout", answered), ("update_actor", metrics.get("batch/tokens", 0))):
+        seconds = metrics.get(f"seconds/{phase}", 0.0)
+        if seconds and tokens:
+            out[f"tokens_per_s/{phase}"] = tokens / seconds
+    return out
