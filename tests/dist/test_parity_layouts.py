@@ -1,0 +1,194 @@
+"""Every layout trains as one rank does: losses, gradient norms, each gradient, log-probabilities.
+
+Float32, three Adam steps with clipping, weights from one HF folder; the one rank itself is compared
+with transformers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rlhf.dist.layout import TrainLayout
+from rlhf.weights.families import train_param_shapes, train_pieces
+from rlhf.weights.model_shape import load_model_shape
+from tests.dist.parity_case import LAYOUT_KEYS, TEMPERATURE, Case, run_cases, sequences
+from tests.helpers.spawn import run_ranks
+from tests.helpers.tiny_models import make_tiny
+
+TOLERANCE = 1e-5
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+# 515 tokens: the vocabulary is padded under TP. 96 norm elements: optimizer buckets are padded.
+SIZES = {"vocab_size": 515, "hidden_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+FAMILIES = {
+    "qwen2": {},  # tied, qkv bias
+    "qwen3": {},  # untied, qk norm
+    "llama": {"rope_parameters": LLAMA3_ROPE},
+}
+REFERENCE = Case("one rank")
+ONE_RANK = [
+    REFERENCE,
+    Case("one micro-batch", micro=1),
+    Case("unpacked", unpacked=True),
+    Case("padded", pad=9),
+    Case("recompute full", {"recompute": "full"}),
+    Case("recompute selective", {"recompute": "selective"}),
+]
+TWO_RANKS = [
+    Case("tp2", {"tp": 2}),
+    Case("tp2 sp", {"tp": 2, "sequence_parallel": True}, pad=1),
+    Case("tp2 sp recompute full", {"tp": 2, "sequence_parallel": True, "recompute": "full"}),
+    Case("pp2", {"pp": 2}),
+    Case("pp2 uneven, many micro-batches", {"pp": 2, "first": 1}, micro=9),
+    Case("pp2 one micro-batch", {"pp": 2}, micro=1),
+    Case("pp2 recompute selective", {"pp": 2, "recompute": "selective"}),
+    Case("pp2 vpp2", {"pp": 2, "vpp": 2}),
+    Case("dp2", {"overlap": False}, micro=3),
+    Case("dp2 overlap", {"overlap": True}, micro=3),
+]
+FOUR_RANKS = [
+    Case("tp2 pp2", {"tp": 2, "pp": 2}),
+    Case("tp2 pp2 vpp2 sp", {"tp": 2, "pp": 2, "vpp": 2, "sequence_parallel": True}),
+    Case("tp2 dp2 overlap", {"tp": 2}, micro=2),
+    Case("pp2 dp2 overlap", {"pp": 2}, micro=2),
+    Case("pp4", {"pp": 4}),
+]
+LAUNCHES = {1: ONE_RANK, 2: TWO_RANKS, 4: FOUR_RANKS}
+FEW = {"one rank", "tp2", "tp2 sp", "pp2", "tp2 pp2"}  # what the second and third family run
+
+
+def _cases(family: str, world: int) -> list[Case]:
+    return [c for c in LAUNCHES[world] if family == "qwen2" or c.name in FEW]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    return {
+        family: make_tiny(tmp_path_factory.mktemp(family), family, **SIZES, **overrides)
+        for family, overrides in FAMILIES.items()
+    }
+
+
+def _run_families(rank, world, jobs):
+    return {family: run_cases(rank, world, folder, cases) for family, folder, cases in jobs}
+
+
+@pytest.fixture(scope="module")
+def outcomes(folders):
+    """(family, case) -> the outcomes of all ranks."""
+    out = {}
+    for world in LAUNCHES:
+        jobs = [(family, str(folders[family]), _cases(family, world)) for family in FAMILIES]
+        ranks = run_ranks(_run_families, world, jobs, timeout_s=240)
+        for family, _, cases in jobs:
+            for case in cases:
+                out[family, case.name] = [results[family][case.name] for results in ranks]
+    return out
+
+
+ALL = [
+    pytest.param(family, world, case, id=f"{family}-{case.name}")
+    for family, world in itertools.product(FAMILIES, LAUNCHES)
+    for case in _cases(family, world)
+    if case is not REFERENCE
+]
+
+
+@pytest.mark.parametrize(("family", "world", "case"), ALL)
+def test_losses_and_gradient_norms_equal_one_rank(outcomes, family, world, case):
+    (expected,) = outcomes[family, REFERENCE.name]
+    for outcome in outcomes[family, case.name]:
+        np.testing.assert_allclose(outcome.losses, expected.losses, rtol=0, atol=TOLERANCE)
+        np.testing.assert_allclose(outcome.entropies, expected.entropies, rtol=0, atol=TOLERANCE)
+        np.testing.assert_allclose(outcome.grad_norms, expected.grad_norms, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize(("family", "world", "case"), ALL)
+def test_each_gradient_equals_one_rank(outcomes, folders, family, world, case):
+    shape = load_model_shape(folders[family])
+    expected = _whole_gradients(shape, 1, REFERENCE, outcomes[family, REFERENCE.name])
+    got = _whole_gradients(shape, world, case, outcomes[family, case.name])
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        largest = np.abs(tensor).max()
+        assert largest > 0, name
+        assert np.abs(got[name] - tensor).max() <= TOLERANCE * largest, name
+
+
+@pytest.mark.parametrize(("family", "world", "case"), ALL)
+def test_log_probabilities_equal_one_rank(outcomes, family, world, case):
+    (expected,) = outcomes[family, REFERENCE.name]
+    ranks = outcomes[family, case.name]
+    seen = np.stack([r.logprobs for r in ranks])
+    whole = np.where(np.abs(seen).max(0) > 0, seen.min(0), 0)  # dp ranks hold other sequences
+    np.testing.assert_allclose(whole, expected.logprobs, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probabilities_equal_transformers(outcomes, folders, family):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folders[family], dtype=torch.float32).eval()
+    (outcome,) = outcomes[family, REFERENCE.name]
+    for row, got in zip(sequences(SIZES["vocab_size"]), outcome.logprobs, strict=True):
+        tokens, mask = row["tokens"], row["mask"]
+        with torch.no_grad():
+            logits = model(tokens[None]).logits[0, :-1] / TEMPERATURE
+        logprobs = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+        expected = torch.where(mask[1:], logprobs, 0.0).numpy()
+        np.testing.assert_allclose(got[1 : len(tokens)], expected, rtol=0, atol=TOLERANCE)
+
+
+def _whole_gradients(shape, world, case, ranks):
+    """HF tensor -> its gradient, put together from the ranks' parts; parts held twice are equal."""
+    layout = TrainLayout(world, **{k: v for k, v in case.train.items() if k in LAYOUT_KEYS})
+    whole: dict[str, np.ndarray] = {}
+    for first in (r for r in range(world) if layout.coord(r).dp == 0):
+        at = layout.coord(first)
+        local = {
+            name: np.full(int(np.prod(size)), np.nan, np.float32)
+            for name, size in train_param_shapes(shape, layout, first).items()
+        }
+        for dp in range(layout.dp):
+            for name, parts in ranks[layout.rank(tp=at.tp, pp=at.pp, dp=dp)].grads.items():
+                for start, values in parts:
+                    local[name][start : start + len(values)] = values
+        shapes = train_param_shapes(shape, layout, first)
+        for piece in train_pieces(shape, layout, first):
+            part = local[piece.param].reshape(shapes[piece.param])[_slices(piece.local)]
+            assert not np.isnan(part).any(), piece
+            _put(whole, piece, part)
+    return whole
+
+
+def _put(whole, piece, part):
+    size = [max(stop, n) for (_, stop), n in zip(piece.region, _size(whole, piece), strict=True)]
+    if piece.tensor not in whole or list(whole[piece.tensor].shape) != size:
+        grown = np.full(size, np.nan, np.float32)
+        if piece.tensor in whole:
+            grown[tuple(slice(n) for n in whole[piece.tensor].shape)] = whole[piece.tensor]
+        whole[piece.tensor] = grown
+    target = whole[piece.tensor][_slices(piece.region)]
+    known = ~np.isnan(target)
+    part = part.reshape(target.shape)
+    np.testing.assert_allclose(target[known], part[known], rtol=1e-4, atol=1e-6)
+    target[...] = part
+
+
+def _size(whole, piece):
+    return whole[piece.tensor].shape if piece.tensor in whole else [0] * len(piece.region)
+
+
+def _slices(box):
+    return tuple(slice(start, stop) for start, stop in box)
