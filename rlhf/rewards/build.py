@@ -13,7 +13,6 @@ from rlhf.rewards.reasoning_gym import ReasoningGymReward
 from rlhf.rewards.reward import Reward
 from rlhf.types import Prompt, Score, Trajectory
 
-
 RULES: Mapping[str, Callable[[], Reward]] = {
     "exact_match": ExactMatch,
     "first_number": lambda: NumberMatch("first"),

@@ -1,0 +1,94 @@
+"""``metrics.jsonl``: the truth about a run, which every other record mirrors.
+
+Two kinds of line: ``{"step": 3, ...}`` for a training step, numbered from 0, and
+``{"steps_done": 4, ...}`` for an evaluation of the weights after that many steps. A value that is
+not finite is null.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TextIO
+
+STEP, STEPS_DONE = "step", "steps_done"
+
+
+@dataclass(frozen=True)
+class History:
+    """A run's lines in order."""
+
+    steps: list[dict[str, float]] = field(default_factory=list)
+    evals: list[dict[str, float]] = field(default_factory=list)
+
+    def column(self, name: str) -> tuple[list[float], list[float]]:
+        """(step numbers, values) of the steps that have this metric, gaps left out."""
+        pairs = [(r[STEP], r[name]) for r in self.steps if r.get(name) is not None]
+        return [x for x, _ in pairs], [y for _, y in pairs]
+
+
+class Journal:
+    """Appends to the file; each line is with the operating system when ``write`` returns."""
+
+    def __init__(self, path: Path, first_step: int) -> None:
+        """Open the file; drop what an earlier run wrote from ``first_step`` on, and a torn line.
+
+        The shorter file replaces the longer one at once: a crash leaves one or the other.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            _rewrite(path, [line for line in _whole_lines(path) if _is_before(line, first_step)])
+        self._file: TextIO = path.open("a", encoding="utf-8")
+
+    def write_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._write({STEP: step, **metrics})
+
+    def write_eval(self, steps_done: int, metrics: Mapping[str, float]) -> None:
+        self._write({STEPS_DONE: steps_done, **metrics})
+
+    def close(self) -> None:
+        """Write through to the disk and close."""
+        if not self._file.closed:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+
+    def _write(self, record: Mapping[str, float]) -> None:
+        plain = {k: v if math.isfinite(v) else None for k, v in record.items()}
+        self._file.write(json.dumps(plain) + "\n")
+        self._file.flush()
+
+
+def read_journal(path: Path) -> History:
+    """All lines; a torn last line is left out.
+
+    Raises:
+        ValueError: a line in the middle is not JSON.
+    """
+    history = History()
+    for line in _whole_lines(path):
+        record = json.loads(line)
+        (history.steps if STEP in record else history.evals).append(record)
+    return history
+
+
+def _whole_lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").split("\n")[:-1]
+
+
+def _is_before(line: str, step: int) -> bool:
+    record = json.loads(line)
+    return float(record.get(STEP, record.get(STEPS_DONE, math.inf))) < step
+
+
+def _rewrite(path: Path, lines: list[str]) -> None:
+    new = path.with_suffix(".new")
+    with new.open("w", encoding="utf-8") as f:
+        f.write("".join(line + "\n" for line in lines))
+        f.flush()
+        os.fsync(f.fileno())
+    new.replace(path)

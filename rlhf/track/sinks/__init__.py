@@ -1,0 +1,1 @@
+"""Mirrors of the journal: console, TensorBoard, SwanLab, wandb."""
