@@ -6,7 +6,7 @@ While round r is on the wire, round r + 1 is packed and round r - 1 is written i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -50,6 +50,7 @@ class Mover:
         *,
         dtype: torch.dtype,
         limit_s: float = 120.0,
+        padding_params: Collection[str] = (),
     ) -> None:
         """
         Args:
@@ -57,6 +58,8 @@ class Mover:
             target: the window to an engine, or tensors to fill in place.
             dtype: dtype of the bytes on their way, which is the destination's.
             limit_s: longest wait for a peer or for the receiver.
+            padding_params: the engine's parameters that hold nothing but vocabulary padding on
+                this rank; any other that the plan does not write is refused by the receiver.
 
         Raises:
             RuntimeError: a parameter is missing or too small, or the window is too small.
@@ -71,6 +74,7 @@ class Mover:
         self._params = params
         self._transport = transport
         self._limit_s = limit_s
+        self._padding_params = sorted(padding_params)
         for transfer in self._sources():
             _check_source(transfer, params)
         self._window = target if isinstance(target, Window) else None
@@ -111,6 +115,7 @@ class Mover:
         return {
             "dtype": str(self.dtype).removeprefix("torch."),
             "device_handle": self.window.device_handle(),
+            "padding": self._padding_params,
             "writes": [
                 [[p.transfer.param, p.transfer.box, p.offset] for p in round_.arriving]
                 for round_ in self.plan.rounds

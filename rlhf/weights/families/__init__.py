@@ -10,6 +10,7 @@ from rlhf.weights.families.checks import (
 from rlhf.weights.families.layouts import (
     engine_layers,
     full_shapes,
+    rollout_padding_params,
     rollout_param_shapes,
     rollout_pieces,
     train_param_shapes,
@@ -24,6 +25,7 @@ __all__ = [
     "full_shapes",
     "pad_vocab",
     "padded_vocab",
+    "rollout_padding_params",
     "rollout_param_shapes",
     "rollout_pieces",
     "train_param_shapes",

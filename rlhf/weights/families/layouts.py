@@ -81,6 +81,11 @@ def rollout_param_shapes(shape: ModelShape, layout: RolloutLayout, rank: int) ->
     return {p.name: p.laid.shape for p in _rollout_params(shape, layout, rank)}
 
 
+def rollout_padding_params(shape: ModelShape, layout: RolloutLayout, rank: int) -> set[str]:
+    """SGLang parameters that hold nothing but vocabulary padding on ``rank``."""
+    return {p.name for p in _rollout_params(shape, layout, rank) if not p.laid.parts}
+
+
 def engine_layers(num_layers: int, pp: int, stage: int) -> range:
     """Global layer numbers on an SGLang stage: even, extra layers to the last stages."""
     even, extra = divmod(num_layers, pp)

@@ -1,0 +1,61 @@
+"""Shards as tensors: cut full tensors by pieces, and models that look like an engine's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from rlhf.weights.piece import Box, Piece
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+
+def slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in box)
+
+
+def coded_tensors(shapes: Mapping[str, Sequence[int]], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Full tensors whose elements all differ (over all tensors, as far as ``dtype`` can tell)."""
+    import torch
+
+    out, at = {}, 1
+    for name, shape in shapes.items():
+        size = torch.Size(shape).numel()
+        out[name] = torch.arange(at, at + size, dtype=torch.float64).reshape(shape).to(dtype)
+        at += size
+    return out
+
+
+def cut(
+    full: Mapping[str, Tensor], pieces: Sequence[Piece], shapes: Mapping[str, Sequence[int]]
+) -> dict[str, Tensor]:
+    """The local parameters that ``pieces`` describe; elements that no piece covers are -1."""
+    import torch
+
+    dtype = next(iter(full.values())).dtype
+    out = {name: torch.full(tuple(shape), -1, dtype=dtype) for name, shape in shapes.items()}
+    for piece in pieces:
+        part = full[piece.tensor][slices(piece.region)]
+        view = out[piece.param][slices(piece.local)]
+        view.copy_(part.reshape(view.shape))
+    return out
+
+
+def dummy_engine(shapes: Mapping[str, Sequence[int]], dtype: torch.dtype) -> nn.Module:
+    """A module with an engine's parameter names and shapes, filled with NaN."""
+    import torch
+    from torch import nn
+
+    root = nn.Module()
+    for name, shape in shapes.items():
+        *path, leaf = name.split(".")
+        module = root
+        for part in path:
+            if part not in module._modules:
+                module.add_module(part, nn.Module())
+            module = module.get_submodule(part)
+        value = torch.full(tuple(shape), float("nan"), dtype=dtype)
+        module.register_parameter(leaf, nn.Parameter(value, requires_grad=False))
+    return root

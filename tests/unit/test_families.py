@@ -1,0 +1,211 @@
+"""Laws of the family tables, over random models and layouts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhf.dist.layout import LayoutError, RolloutLayout, TrainLayout
+from rlhf.weights.families import (
+    check_rollout,
+    check_train,
+    engine_layers,
+    full_shapes,
+    pad_vocab,
+    padded_vocab,
+    rollout_padding_params,
+    rollout_param_shapes,
+    rollout_pieces,
+    train_param_shapes,
+    train_pieces,
+)
+from rlhf.weights.families.table import FAMILIES
+from rlhf.weights.piece import Box, Piece, box_size
+from tests.helpers.shapes import make_shape, rollout_layouts, shapes, train_layouts
+
+VOCABULARY = ("word_embeddings", "output_layer", "embed_tokens", "lm_head")
+
+
+def _indices(box: Box):
+    return product(*(range(start, stop) for start, stop in box))
+
+
+def _check_tiling(pieces: list[Piece], params: dict[str, tuple[int, ...]]) -> None:
+    """Each element of each parameter lies in one piece; only vocabulary rows may lie in none."""
+    for piece in pieces:
+        assert box_size(piece.region) == box_size(piece.local)
+        wide = [b - a for a, b in piece.region if b - a > 1]
+        assert wide == [b - a for a, b in piece.local if b - a > 1]
+    for name, shape in params.items():
+        seen = Counter(
+            index for piece in pieces if piece.param == name for index in _indices(piece.local)
+        )
+        assert not seen or max(seen.values()) == 1, f"{name} is covered twice"
+        missing = set(_indices(tuple((0, n) for n in shape))) - set(seen)
+        if missing:
+            assert any(v in name for v in VOCABULARY), name
+            first = min(missing)[0]
+            assert missing == {i for i in _indices(tuple((0, n) for n in shape)) if i[0] >= first}
+    assert {piece.param for piece in pieces} <= set(params)
+
+
+def _check_cover(full: dict[str, tuple[int, ...]], shards: list[list[Piece]]) -> None:
+    """Over all ranks every element of every full tensor is held, and nothing else."""
+    covered: dict[str, set] = {name: set() for name in full}
+    for piece in {(p.tensor, p.region) for shard in shards for p in shard}:
+        covered[piece[0]] |= set(_indices(piece[1]))
+    for name, shape in full.items():
+        assert covered[name] == set(_indices(tuple((0, n) for n in shape))), name
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_train_pieces_tile_parameters_and_cover_tensors(data):
+    shape = data.draw(shapes())
+    layout = data.draw(train_layouts(shape))
+    shards = [train_pieces(shape, layout, r) for r in range(layout.world)]
+    for rank, pieces in enumerate(shards):
+        _check_tiling(pieces, train_param_shapes(shape, layout, rank))
+    _check_cover(full_shapes(shape), shards)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_rollout_pieces_tile_parameters_and_cover_tensors(data):
+    shape = data.draw(shapes())
+    layout = data.draw(rollout_layouts(shape))
+    shards = [rollout_pieces(shape, layout, r) for r in range(layout.world)]
+    for rank, pieces in enumerate(shards):
+        _check_tiling(pieces, rollout_param_shapes(shape, layout, rank))
+    for engine in range(layout.num_engines):
+        _check_cover(full_shapes(shape), [shards[r] for r in layout.engine_ranks(engine)])
+
+
+def _rows(pieces: list[Piece], param: str) -> list[str]:
+    """Labels of the rows of a local parameter, top to bottom: q0, q1, ..., k0, ..."""
+    labels: dict[int, str] = {}
+    for piece in pieces:
+        if piece.param.endswith(param):
+            kind = piece.tensor.split(".")[-2][0]
+            (start, stop), (at, _) = piece.region[0], piece.local[0]
+            labels.update((at + i, f"{kind}{start + i}") for i in range(stop - start))
+    return [labels[i] for i in range(len(labels))]
+
+
+def test_megatron_keeps_each_kv_group_together():
+    shape = make_shape(num_attention_heads=4, num_key_value_heads=2, head_dim=1)
+    layout = TrainLayout(2, tp=2)
+    shards = [train_pieces(shape, layout, r) for r in range(2)]
+    rows = [_rows(pieces, "layers.0.self_attention.linear_qkv.weight") for pieces in shards]
+    assert rows == [["q0", "q1", "k0", "v0"], ["q2", "q3", "k1", "v1"]]
+
+
+def test_engine_keeps_queries_keys_and_values_together():
+    shape = make_shape(num_attention_heads=4, num_key_value_heads=2, head_dim=1)
+    pieces = rollout_pieces(shape, RolloutLayout(1), 0)
+    rows = _rows(pieces, "layers.0.self_attn.qkv_proj.weight")
+    assert rows == ["q0", "q1", "q2", "q3", "k0", "k1", "v0", "v1"]
+
+
+def test_neighbouring_engine_ranks_share_a_kv_head():
+    shape = make_shape(num_attention_heads=8, num_key_value_heads=2, head_dim=1)
+    layout = RolloutLayout(4, tp=4)
+    rows = [
+        _rows(rollout_pieces(shape, layout, r), "layers.0.self_attn.qkv_proj.weight")
+        for r in range(4)
+    ]
+    assert [r[2:] for r in rows] == [["k0", "v0"], ["k0", "v0"], ["k1", "v1"], ["k1", "v1"]]
+
+
+@pytest.mark.parametrize("tp,rank,expected", [(2, 0, [0, 1, 2, 3]), (4, 3, [6, 7])])
+def test_gate_lies_above_up_on_every_rank(tp, rank, expected):
+    shape = make_shape(intermediate_size=8)
+    for pieces, param in (
+        (rollout_pieces(shape, RolloutLayout(tp, tp=tp), rank), "layers.1.mlp.gate_up_proj.weight"),
+        (train_pieces(shape, TrainLayout(tp, tp=tp), rank), "layers.1.mlp.linear_fc1.weight"),
+    ):
+        wanted = [f"g{i}" for i in expected] + [f"u{i}" for i in expected]
+        assert _rows(pieces, param) == wanted
+
+
+def test_tied_embeddings_exist_once_per_stage():
+    shape = make_shape("qwen2", tie_word_embeddings=True)
+    one = train_param_shapes(shape, TrainLayout(1), 0)
+    assert "output_layer.weight" not in one
+    last = train_pieces(shape, TrainLayout(2, pp=2), 1)
+    held = {p.tensor for p in last if p.param == "output_layer.weight"}
+    assert held == {"model.embed_tokens.weight"}
+    assert "lm_head.weight" not in rollout_param_shapes(shape, RolloutLayout(1), 0)
+    engine_last = rollout_pieces(shape, RolloutLayout(2, pp=2), 1)
+    assert {p.tensor for p in engine_last if p.param == "lm_head.weight"} == held
+    assert "lm_head.weight" not in full_shapes(shape)
+
+
+def test_tied_head_does_not_exist_beside_an_embedding_of_padding_only():
+    shape = make_shape(vocab_size=5, tie_word_embeddings=True)
+    params = rollout_param_shapes(shape, RolloutLayout(4, tp=4), 3)
+    assert params["model.embed_tokens.weight"] == (16, 20)
+    assert "lm_head.weight" not in params
+    assert rollout_padding_params(shape, RolloutLayout(4, tp=4), 3) == {"model.embed_tokens.weight"}
+    assert not rollout_padding_params(shape, RolloutLayout(4, tp=4), 0)
+
+
+def test_virtual_chunks_have_their_own_names():
+    shape = make_shape(num_hidden_layers=4)
+    pieces = train_pieces(shape, TrainLayout(2, pp=2, vpp=2), 1)
+    layers = {
+        p.param.split(".self_attention")[0]: p.tensor.split(".self_attn")[0]
+        for p in pieces
+        if "linear_proj" in p.param
+    }
+    assert layers == {
+        "chunk0.decoder.layers.0": "model.layers.1",
+        "chunk1.decoder.layers.0": "model.layers.3",
+    }
+    assert any(p.param == "chunk1.output_layer.weight" for p in pieces)
+
+
+def test_engine_gives_extra_layers_to_the_last_stages():
+    assert [list(engine_layers(5, 3, s)) for s in range(3)] == [[0], [1, 2], [3, 4]]
+
+
+def test_vocabulary_is_padded_to_equal_shares():
+    assert pad_vocab(151936, 128, 4) == 152064
+    assert pad_vocab(65536, 128, 4) == 65536
+    shape = make_shape(vocab_size=131)
+    assert padded_vocab(shape, 4) == 132
+    assert rollout_param_shapes(shape, RolloutLayout(2, tp=2), 1)["lm_head.weight"] == (96, 20)
+
+
+@pytest.mark.parametrize(
+    "settings_,layout,words",
+    [
+        ({"num_key_value_heads": 2}, TrainLayout(4, tp=4), ["train.tp=4", "num_key_value_heads=2"]),
+        ({}, TrainLayout(3, tp=3), ["train.tp=3", "num_attention_heads=8"]),
+        ({}, TrainLayout(5, pp=5), ["train.pp=5", "layers, 4"]),
+    ],
+)
+def test_layouts_that_megatron_cannot_cut_are_refused(settings_, layout, words):
+    with pytest.raises(LayoutError) as caught:
+        check_train(make_shape(**settings_), layout)
+    assert all(word in str(caught.value) for word in words)
+
+
+@pytest.mark.parametrize(
+    "family,settings_,layout,words",
+    [
+        ("llama", {"tie_word_embeddings": True}, RolloutLayout(2, pp=2), ["rollout.pp=2", "tied"]),
+        ("llama", {}, RolloutLayout(2, tp=2, dp=2), ["rollout.dp=2", "DP-attention"]),
+        ("qwen3", {}, RolloutLayout(3, tp=3), ["rollout.tp=3", "num_attention_heads=8"]),
+        ("qwen3", {"num_key_value_heads": 3, "num_attention_heads": 12}, RolloutLayout(2, tp=2),
+         ["rollout.tp=2", "num_key_value_heads=3"]),
+    ],
+)  # fmt: skip
+def test_layouts_that_sglang_cannot_cut_are_refused(family, settings_, layout, words):
+    with pytest.raises(LayoutError) as caught:
+        check_rollout(make_shape(family, **settings_), FAMILIES[family], layout)
+    assert all(word in str(caught.value) for word in words)

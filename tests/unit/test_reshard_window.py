@@ -1,0 +1,296 @@
+"""Window and receiver: the real ones, with the receiver's loader call in a thread."""
+
+from __future__ import annotations
+
+import json
+import threading
+from functools import partial
+
+import pytest
+import torch
+
+from rlhf.dist.layout import RolloutLayout, TrainLayout
+from rlhf.reshard.execute import Mover
+from rlhf.reshard.plan import Topology, plan
+from rlhf.reshard.schedule import rank_plan
+from rlhf.reshard.transport import LocalHub
+from rlhf.reshard.windows import ReceiverError, Window
+from rlhf.rollout import receiver
+from rlhf.weights.families import (
+    full_shapes,
+    rollout_param_shapes,
+    rollout_pieces,
+    train_param_shapes,
+    train_pieces,
+)
+from tests.helpers.engine_process import open_message
+from tests.helpers.movers import in_threads, no_poll
+from tests.helpers.shapes import make_shape
+from tests.helpers.shards import coded_tensors, cut, dummy_engine
+
+TRAIN, ROLLOUT = TrainLayout(1), RolloutLayout(1)
+
+
+class OneRank:
+    """A rank with its trainer shard, its window, and an engine's model in the same process."""
+
+    def __init__(self, shape=None, dtype=torch.float32, area_bytes=4096, limit_s=10.0):
+        shape = shape or make_shape("qwen3")
+        self.pieces = rollout_pieces(shape, ROLLOUT, 0)
+        self.shapes = rollout_param_shapes(shape, ROLLOUT, 0)
+        source = train_pieces(shape, TRAIN, 0)
+        self.full = coded_tensors(full_shapes(shape), torch.float32)
+        self.params = cut(self.full, source, train_param_shapes(shape, TRAIN, 0))
+        made = plan([source], [self.pieces], dtype.itemsize, Topology.of(1, 1))
+        mine = rank_plan(made, 0, area_bytes)
+        self.window = Window(mine.incoming_area_bytes)
+        self.mover = Mover(
+            mine,
+            self.params,
+            LocalHub(1).transport(0),
+            self.window,
+            dtype=dtype,
+            limit_s=limit_s,
+        )
+        self.model = dummy_engine(self.shapes, dtype)
+
+    def load(self, message):
+        receiver.load(self.model, [(json.dumps(message), torch.empty(0))])
+
+    def open(self):
+        self.load(open_message(self.mover))
+        self.window.check()
+
+    def update(self, sequence, limit_s=10.0):
+        message = {"op": "update", "sequence": sequence, "limit_s": limit_s}
+        return in_threads([partial(self.mover.run, no_poll), partial(self.load, message)])[0]
+
+    def assert_engine_holds(self, full):
+        wanted = cut(full, self.pieces, self.shapes)
+        for name, parameter in self.model.named_parameters():
+            real = wanted[name] >= 0
+            assert torch.equal(parameter[real], wanted[name].to(parameter.dtype)[real]), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_updates_write_live_parameters_in_place(dtype):
+    rank = OneRank(dtype=dtype)
+    rank.open()
+    pointers = [p.data_ptr() for p in rank.model.parameters()]
+    stats = rank.update(1)
+    rank.assert_engine_holds(rank.full)
+    assert stats.num_rounds > 3
+    for name in rank.params:
+        rank.params[name] = rank.params[name] + 1
+    rank.update(2)
+    rank.assert_engine_holds({n: t + 1 for n, t in rank.full.items()})
+    assert [p.data_ptr() for p in rank.model.parameters()] == pointers
+
+
+def test_sleep_leaves_nothing_and_an_update_brings_all_back():
+    rank = OneRank()
+    rank.open()
+    rank.update(1)
+    rank.load({"op": "sleep"})
+    assert all(p.isnan().all() for p in rank.model.parameters())
+    rank.update(2)
+    rank.assert_engine_holds(rank.full)
+    padding = {
+        name: int(p.isnan().any(dim=-1).sum())
+        for name, p in rank.model.named_parameters()
+        if p.isnan().any()
+    }
+    assert padding == {"model.embed_tokens.weight": 192 - 131, "lm_head.weight": 192 - 131}
+
+
+def test_parameters_replaced_after_the_opening_are_found():
+    rank = OneRank()
+    rank.open()
+    name = "model.layers.1.self_attn.o_proj.weight"
+    parameter = rank.model.get_parameter(name)
+    parameter.data = torch.zeros_like(parameter)
+    rank.update(1)
+    rank.assert_engine_holds(rank.full)
+
+
+def test_the_table_describes_the_live_model():
+    rank = OneRank()
+    rank.open()
+    assert rank.window.reply() is None
+    rank.load({"op": "table"})
+    table = rank.window.reply()
+    assert {n: tuple(row["shape"]) for n, row in table.items()} == rank.shapes
+    for name, parameter in rank.model.named_parameters():
+        assert table[name]["data_ptr"] == parameter.data_ptr()
+        assert table[name]["dtype"] == "float32" and table[name]["contiguous"]
+
+
+def test_post_load_weights_runs_after_the_last_round_of_each_update():
+    rank = OneRank()
+    seen = []
+
+    def post_load_weights():
+        seen.append({n: bool(p.isnan().any()) for n, p in rank.model.named_parameters()})
+
+    rank.model.post_load_weights = post_load_weights
+    rank.open()
+    assert not seen
+    rank.update(1)
+    rank.update(2)
+    assert len(seen) == 2
+    assert not any(v for n, v in seen[0].items() if "layers" in n)
+
+
+def _remove(model, name):
+    path, leaf = name.rsplit(".", 1)
+    del model.get_submodule(path)._parameters[leaf]
+
+
+@pytest.mark.parametrize(
+    "change,words",
+    [
+        (lambda m: _remove(m, "model.norm.weight"), "no parameter model.norm.weight"),
+        (
+            lambda m: m.register_parameter("extra", torch.nn.Parameter(torch.zeros(2))),
+            "does not write extra",
+        ),
+        (
+            lambda m: setattr(
+                m.get_parameter("model.norm.weight"), "data", torch.zeros(7)
+            ),
+            r"model.norm.weight has shape \[7\]",
+        ),
+        (
+            lambda m: setattr(
+                m.get_parameter("model.layers.0.mlp.down_proj.weight"), "data", torch.zeros(20, 32)
+            ),
+            "down_proj.weight has 640 elements, the plan writes 480",
+        ),
+        (lambda m: m.to(torch.bfloat16), "torch.bfloat16, the plan writes torch.float32"),
+    ],
+)  # fmt: skip
+def test_a_model_that_differs_from_the_plan_is_refused_at_the_opening(change, words):
+    rank = OneRank()
+    change(rank.model)
+    with pytest.raises(ReceiverError, match=words):
+        rank.open()
+
+
+def test_a_refused_opening_fails_the_update_too():
+    rank = OneRank()
+    _remove(rank.model, "model.norm.weight")
+    rank.load(open_message(rank.mover))
+    with pytest.raises(RuntimeError, match=r"no parameter model\.norm\.weight"):
+        rank.update(1)
+
+
+def test_an_error_while_writing_names_parameter_and_round_and_ends_the_call():
+    rank = OneRank()
+    rank.open()
+    parameter = rank.model.get_parameter("model.layers.2.mlp.gate_up_proj.weight")
+    parameter.data = parameter.data[:5].clone()
+    with pytest.raises(RuntimeError, match=r"round \d+, parameter model\.layers\.2\.mlp\.gate_up"):
+        rank.update(1)
+
+
+def test_an_update_works_after_a_failed_one():
+    rank = OneRank()
+    rank.open()
+    name = "model.layers.2.mlp.gate_up_proj.weight"
+    parameter = rank.model.get_parameter(name)
+    whole = parameter.data
+    parameter.data = whole[:5].clone()
+    with pytest.raises(RuntimeError):
+        rank.update(1)
+    parameter.data = whole
+    rank.update(2)
+    rank.assert_engine_holds(rank.full)
+
+
+def test_a_receiver_that_never_comes_times_out():
+    rank = OneRank(limit_s=0.1)
+    rank.open()
+    with pytest.raises(RuntimeError, match=r"round 2 of .*waited 0\.1 s.*to write round 0"):
+        rank.mover.run(no_poll)
+
+
+def test_a_rank_that_never_posts_times_out_in_the_receiver():
+    rank = OneRank()
+    rank.open()
+    rank.load({"op": "update", "sequence": 1, "limit_s": 0.1})
+    with pytest.raises(RuntimeError, match=r"waited 0\.1 s for the rank to begin update 1"):
+        rank.mover.run(no_poll)
+
+
+def test_an_abandoned_update_releases_the_receiver():
+    """The rank fails in the middle; the loader call returns, the next update is whole."""
+    rank = OneRank()
+    rank.open()
+    message = {"op": "update", "sequence": 1, "limit_s": 10.0}
+    loader = threading.Thread(target=rank.load, args=(message,))
+    norm = rank.params.pop("decoder.final_layernorm.weight")
+    loader.start()
+    with pytest.raises(KeyError):
+        rank.mover.run(no_poll)
+    loader.join(10)
+    assert not loader.is_alive()
+    rank.params["decoder.final_layernorm.weight"] = norm
+    rank.update(2)
+    rank.assert_engine_holds(rank.full)
+
+
+def test_an_update_of_the_previous_number_is_not_mistaken_for_the_next():
+    """Words of a finished update lie in the window when the next loader call begins."""
+    rank = OneRank()
+    rank.open()
+    rank.update(1)
+    for name in rank.params:
+        rank.params[name] = rank.params[name] + 1
+    message = {"op": "update", "sequence": 2, "limit_s": 10.0}
+    loader = threading.Thread(target=rank.load, args=(message,))
+    loader.start()
+    rank.mover.run(no_poll)
+    loader.join(10)
+    rank.assert_engine_holds({n: t + 1 for n, t in rank.full.items()})
+
+
+def test_stages_pick_their_own_message():
+    rank = OneRank()
+    rank.model.pp_group = type("Group", (), {"rank_in_group": 1})()
+    rank.load({"stages": [{"op": "no such stage"}, open_message(rank.mover)]})
+    rank.window.check()
+    rank.update(1)
+    rank.assert_engine_holds(rank.full)
+
+
+@pytest.mark.parametrize(
+    "message", ["{", '{"op": "table"}', '{"op": "open", "path": "/no/window"}']
+)
+def test_messages_without_a_window_do_not_raise(message, caplog):
+    receiver.load(dummy_engine({"a.weight": (2, 2)}, torch.float32), [(message, torch.empty(0))])
+    assert "no window to report this through" in caplog.text
+
+
+def test_an_unknown_message_is_an_error_in_the_window():
+    rank = OneRank()
+    rank.open()
+    rank.load({"op": "dance"})
+    with pytest.raises(ReceiverError, match="dance"):
+        rank.window.check()
+
+
+def test_a_window_smaller_than_the_rounds_is_refused():
+    rank = OneRank()
+    with pytest.raises(RuntimeError, match="an area of the window has 64"):
+        Mover(
+            rank.mover.plan, rank.params, LocalHub(1).transport(0), Window(64), dtype=torch.float32
+        )
+
+
+def test_a_window_leaves_no_name_and_survives_its_descriptor():
+    rank = OneRank()
+    rank.open()
+    rank.window.close()
+    assert rank.window.fd == -1
+    rank.update(1)
+    rank.assert_engine_holds(rank.full)
