@@ -41,7 +41,12 @@ def tiny_config(folder: Path, family: str = "llama", **sections: Any) -> Path:
         make_tiny(model, family)
         write_copy_task(folder / "train.jsonl", 64, seed=0)
         write_copy_task(folder / "eval.jsonl", 8, seed=1)
-    source = {"type": "jsonl", "name": "copy", "path": str(folder / "train.jsonl")}
+    source = {
+        "type": "jsonl",
+        "name": "copy",
+        "path": str(folder / "train.jsonl"),
+        "reward": f"{folder / 'reward.py'}:share_of_letters",
+    }
     config: dict[str, Any] = {
         "run_dir": str(folder / "run"),
         "num_steps": 3,
@@ -50,7 +55,7 @@ def tiny_config(folder: Path, family: str = "llama", **sections: Any) -> Path:
         "train": {"pp": 2, "tokens_per_microbatch": 64},
         "rollout": {"sampling": {"max_new_tokens": 6, "stop": [">"]}, "kv_tokens": 2048},
         "data": {
-            "train": [{**source, "reward": f"{folder / 'reward.py'}:share_of_letters"}],
+            "train": [source],
             "eval": [{**source, "path": str(folder / "eval.jsonl")}],
             "max_prompt_tokens": 16,
         },
