@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlhf.config.faults import ConfigError
 from rlhf.config.schema import (
@@ -21,7 +22,12 @@ from rlhf.config.schema import (
     TrainSection,
 )
 from rlhf.dist.layout import LayoutError, RolloutLayout, TrainLayout
-from rlhf.weights.model_shape import ModelShape
+
+if TYPE_CHECKING:
+    from rlhf.weights.model_shape import ModelShape
+
+ENGINE_RESERVED_TOKENS = 8
+"""Of a context, that the engine keeps for itself."""
 
 
 def check_config(config: Config, shape: ModelShape, world: int, source: str = "config") -> None:
@@ -66,7 +72,15 @@ def _layout_faults(config: Config, shape: ModelShape, world: int) -> Iterator[st
     for key in ("first", "last"):
         if getattr(train, key) is not None and train.pp == 1:
             yield f"train.{key}: needs train.pp > 1, which is 1; leave it out"
-    yield from tensor_parallel_faults("train.tp", train.tp, shape)
+    yield from division_faults(
+        "train.tp",
+        train.tp,
+        {
+            "attention heads": shape.num_heads,
+            "KV heads": shape.num_kv_heads,
+            "feed-forward size": shape.ffn_size,
+        },
+    )
     yield from engine_tensor_parallel_faults(rollout.tp, shape)
     yield from _grid_faults(train, shape, world)
     try:
@@ -108,17 +122,12 @@ def divisors(*numbers: int) -> list[int]:
     return [d for d in range(1, common + 1) if common % d == 0]
 
 
-def tensor_parallel_faults(key: str, tp: int, shape: ModelShape) -> Iterator[str]:
-    """Training splits heads, KV heads and the feed-forward layer evenly over ``tp`` ranks."""
-    sizes = {
-        "attention heads": shape.num_heads,
-        "KV heads": shape.num_kv_heads,
-        "feed-forward size": shape.ffn_size,
-    }
-    bad = [f"{name} {size}" for name, size in sizes.items() if size % tp]
+def division_faults(key: str, parts: int, sizes: Mapping[str, int]) -> Iterator[str]:
+    """What is spread over ``parts`` ranks must divide evenly; names all that does not."""
+    bad = [f"{name} {size}" for name, size in sizes.items() if size % parts]
     if bad:
         allowed = ", ".join(map(str, divisors(*sizes.values())))
-        yield f"{key}: {tp} must divide the model's {', '.join(bad)}; set it to one of {allowed}"
+        yield f"{key}: {parts} must divide the model's {', '.join(bad)}; set it to one of {allowed}"
 
 
 def engine_tensor_parallel_faults(tp: int, shape: ModelShape) -> Iterator[str]:
@@ -136,12 +145,6 @@ def engine_tensor_parallel_faults(tp: int, shape: ModelShape) -> Iterator[str]:
             f"feed-forward size {shape.ffn_size}, and divide its {kv} KV heads or be a multiple "
             f"of them; set it to one of {', '.join(map(str, allowed))}"
         )
-
-
-def expert_faults(ep: int, num_experts: int) -> Iterator[str]:
-    """Experts are spread evenly."""
-    if num_experts % ep:
-        yield f"train.ep: {ep} must divide the model's {num_experts} experts"
 
 
 def _feature_faults(train: TrainSection, rollout: RolloutSection) -> Iterator[str]:
@@ -244,14 +247,18 @@ def _length_faults(config: Config, shape: ModelShape) -> Iterator[str]:
     if config.eval.max_new_tokens is not None:
         answers["eval.max_new_tokens"] = config.eval.max_new_tokens
     for key, answer in answers.items():
-        total = f"data.max_prompt_tokens + {key} = {prompt} + {answer} = {prompt + answer}"
-        if prompt + answer > shape.max_position:
+        need = prompt + answer + ENGINE_RESERVED_TOKENS
+        total = (
+            f"data.max_prompt_tokens + {key} + {ENGINE_RESERVED_TOKENS} that the engine reserves = "
+            f"{prompt} + {answer} + {ENGINE_RESERVED_TOKENS} = {need}"
+        )
+        if need > shape.max_position:
             yield (
                 f"{key}: {total} must be at most the model's {shape.max_position} positions; "
                 "lower one of them"
             )
         kv = config.rollout.kv_tokens
-        if kv is not None and prompt + answer > kv:
+        if kv is not None and need > kv:
             yield f"rollout.kv_tokens: {kv} must be at least {total}; raise it or lower one of them"
     longest = prompt + config.rollout.sampling.max_new_tokens
     align = config.train.tp if config.train.sequence_parallel else 1

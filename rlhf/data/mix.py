@@ -36,12 +36,12 @@ class EpochOrder:
         self._shuffle = shuffle
         self._last: tuple[int, list[int]] | None = None
 
-    def draws(self, first: int, num: int, rows_per_epoch: int | None = None) -> list[Draw]:
+    def draws(self, first: int, num: int, multiple_of: int = 1) -> list[Draw]:
         """Elements [first, first + num) of the stream.
 
-        ``rows_per_epoch`` below the number of rows leaves out the last ones of each epoch.
+        The last rows of an epoch that don't fill a multiple of ``multiple_of`` are left out of it.
         """
-        size = rows_per_epoch or self._num_rows
+        size = self._num_rows - self._num_rows % multiple_of
         out: list[Draw] = []
         while len(out) < num:
             epoch, start = divmod(first + len(out), size)
@@ -119,15 +119,13 @@ class PromptSource:
         for prompts, order, begin, end in zip(
             self._domains, self._orders, before, after, strict=True
         ):
-            size = len(prompts)
-            if self._drop_last:
-                if size < num:
-                    raise ValueError(
-                        f"data.drop_last: a step takes {num} prompts, the source has {size}; "
-                        "lower batch.prompts_per_step or set drop_last to false"
-                    )
-                size -= size % num
-            out += [prompts[draw.row] for draw in order.draws(begin, end - begin, size)]
+            if self._drop_last and len(prompts) < num:
+                raise ValueError(
+                    f"data.drop_last: a step takes {num} prompts, the source has {len(prompts)}; "
+                    "lower batch.prompts_per_step or set drop_last to false"
+                )
+            whole = num if self._drop_last else 1
+            out += [prompts[draw.row] for draw in order.draws(begin, end - begin, whole)]
         if len(self._domains) > 1:  # engines take every n-th prompt: spread the domains over them
             random.Random(f"{self._seed} step {step}").shuffle(out)
         return out

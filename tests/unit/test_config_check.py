@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from rlhf.config.check import check_config
+from rlhf.config.check import ENGINE_RESERVED_TOKENS, check_config
 from rlhf.config.faults import ConfigError
 from rlhf.config.load import load_config, load_text
 from rlhf.config.schema import Config
 from rlhf.config.yaml_text import dump_yaml, parse_yaml
+from rlhf.rollout.engine import RESERVED_TOKENS
 from rlhf.weights.model_shape import ModelShape
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
@@ -107,9 +108,9 @@ def test_the_plain_configuration_holds(world):
         (["rollout.sampling.temperature=0"], 1, ["rollout.sampling.temperature: must be above 0"]),
         (["rollout.sampling.top_p=0.9"], 1, ["rollout.sampling.top_p: must be 1", "0.9"]),
         (["rollout.sampling.top_k=5"], 1, ["rollout.sampling.top_k: must be -1", "5"]),
-        (["rollout.sampling.max_new_tokens=8129"], 1, ["64 + 8129 = 8193", "8192 positions"]),
-        (["eval.max_new_tokens=9000"], 1, ["eval.max_new_tokens: ", "9064", "8192"]),
-        (["rollout.kv_tokens=71"], 1, ["rollout.kv_tokens: 71 must be at least", "72"]),
+        (["rollout.sampling.max_new_tokens=8121"], 1, ["64 + 8121 + 8 = 8193", "8192 positions"]),
+        (["eval.max_new_tokens=9000"], 1, ["eval.max_new_tokens: ", "9072", "8192"]),
+        (["rollout.kv_tokens=79"], 1, ["rollout.kv_tokens: 79 must be at least", "80"]),
         (["train.tokens_per_microbatch=71"], 1, ["train.tokens_per_microbatch: 71", "72"]),
         (["rollout.max_running_requests=7"], 2, ["rollout.max_running_requests: 7", "least 8"]),
         (["optimizer.min_lr=1"], 1, ["optimizer.min_lr: 1.0 must be at most optimizer.lr=1e-06"]),
@@ -133,6 +134,10 @@ def test_impossible_combinations_are_refused_by_name(overrides, world, words):
         check(*overrides, world=world)
     assert [f for f in caught.value.faults if all(w in f for w in words)], caught.value.faults
     assert all(f.startswith("small.yaml:") for f in caught.value.faults)
+
+
+def test_the_reserve_is_the_engines_own():
+    assert ENGINE_RESERVED_TOKENS == RESERVED_TOKENS
 
 
 def test_all_rules_speak_at_once():
