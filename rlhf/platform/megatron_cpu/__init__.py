@@ -18,12 +18,15 @@ def install() -> bool:
     """
     import torch
 
-    from rlhf.platform.megatron_cpu import adam, collectives, rng, runtime
+    from rlhf.platform.megatron_cpu import runtime
 
     if runtime.is_installed():
         return True
     if torch.cuda.is_available():
         return False
+    runtime.quiet_warnings()
+    from rlhf.platform.megatron_cpu import adam, collectives, rng
+
     runtime.disable_compilation()
     runtime.replace_literal_cuda()
     runtime.replace_cuda_calls()

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -149,6 +150,18 @@ def replace_literal_cuda() -> None:
     tensor.record_stream = lambda self, *args, **kwargs: None
     module: Any = torch.nn.Module
     module.cuda = lambda self, device=None: self
+
+
+def quiet_warnings() -> None:
+    """Megatron and torch warn, on every rank, of what is stood in for and of old names."""
+    for message in (
+        "Transformer Engine and Apex are not installed",
+        "Apex is not installed",
+        "full scope is deprecated",  # megatron's own default
+        r"The \.grad attribute of a Tensor that is not a leaf",  # checked by its optimizer
+        r"`torch\.distributed\.\w+` is deprecated",
+    ):
+        warnings.filterwarnings("ignore", message=message)
 
 
 def disable_compilation() -> None:
