@@ -8,13 +8,17 @@ from dataclasses import dataclass
 from rlhf.rollout.collect import Collector, Rollout, Sampling
 from rlhf.types import Phase, Prompt
 
+SOLVED = 1.0
+"""A score of this or more is a right answer."""
+
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """Mean score of the held-out prompts after ``step`` steps."""
+    """Share of held-out prompts answered right (score 1) after ``step`` steps, and mean score."""
 
     step: int
     value: float
+    mean_score: float
     num_items: int
 
 
@@ -50,6 +54,8 @@ class Evaluator:
             self._prompts, steps_done, self._sampling, phase=Phase.EVAL
         )
         values = [f.score.value for f in rollout.facts]
-        result = Accuracy(steps_done, sum(values) / len(values), len(values))
+        num = len(values)
+        solved = sum(v >= SOLVED for v in values)
+        result = Accuracy(steps_done, solved / num, sum(values) / num, num)
         self._on_result(result, rollout)
         return result

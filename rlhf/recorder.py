@@ -10,7 +10,7 @@ import torch
 
 from rlhf.algorithms.algorithm import update_metrics
 from rlhf.algorithms.gap import NUM_BINS, gap_metrics, gap_sums
-from rlhf.evaluate import Accuracy
+from rlhf.evaluate import SOLVED, Accuracy
 from rlhf.ground import Ground
 from rlhf.mcore.forward import TrainStats
 from rlhf.rollout.collect import Rollout
@@ -62,9 +62,12 @@ class Recorder:
     def add_accuracy(self, result: Accuracy, rollout: Rollout) -> None:
         """A held-out result."""
         self.accuracies.append(result)
-        self._tracker.log_eval(
-            result.step, {"eval/accuracy": result.value, "eval/items": float(result.num_items)}
-        )
+        metrics = {
+            "eval/accuracy": result.value,
+            "eval/reward": result.mean_score,
+            "eval/items": float(result.num_items),
+        }
+        self._tracker.log_eval(result.step, metrics)
         self._tracker.samples(f"eval-{result.step:06d}", rollout.samples)
 
     def log(self, step: int, rollout: Rollout, batch: Batch) -> None:
@@ -113,7 +116,7 @@ def rollout_metrics(facts: Sequence[TrajectoryFacts]) -> dict[str, Metric]:
         answer = float(f.num_trained_tokens)
         one: dict[str, Metric] = {
             "reward/mean": Mean(f.score.value),
-            "reward/solved": Mean(float(f.score.value >= 1.0)),
+            "reward/solved": Mean(float(f.score.value >= SOLVED)),
             "rollout/answer_tokens": Mean(answer),
             "rollout/answer_tokens_max": Max(answer),
             "rollout/prompt_tokens": Mean(float(f.num_tokens) - answer),

@@ -15,7 +15,7 @@ MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 
 FLOORS = [
-    {"types", "dist.layout"},
+    {"types", "dist.layout", "weights.piece", "weights.model_shape"},
     {"config", "dist", "track", "platform", "weights", "launch"},
     {
         "algorithms",
@@ -30,8 +30,8 @@ FLOORS = [
     },
     {"planner", "memory", "mcore", "reshard", "weights.export"},
     {"roles", "rollout"},
-    {"loop", "evaluate", "run", "checkpoint", "recorder", "flow"},
-    {"build", "train", "cli", "bench", "convert", "doctor", "state"},
+    {"loop", "evaluate", "run", "ground", "checkpoint", "recorder", "flow"},
+    {"builder", "parts", "train", "cli", "bench", "convert", "doctor", "state"},
 ]
 """Lowest first; the longest matching name decides."""
 

@@ -1,0 +1,148 @@
+"""Whole runs as a user starts them: no gap, resumed runs repeat, exports answer alike."""
+
+import json
+import signal
+
+import pytest
+import torch
+
+from tests.helpers.runs import finish, read_metrics, rlhf, start, tiny_config, wait_for
+
+NOT_REPEATED = ("seconds/", "memory_gib/", "tokens_per_s/", "time")
+
+
+def numbers(run_dir):
+    """Metrics that must repeat: all but times and memory."""
+    return [
+        {k: v for k, v in line.items() if not k.startswith(NOT_REPEATED)}
+        for line in read_metrics(run_dir)
+    ]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """An undisturbed run of 4 steps with two updates each: PP2 training, two engines."""
+    folder = tmp_path_factory.mktemp("whole")
+    config = tiny_config(
+        folder,
+        num_steps=4,
+        batch={"updates_per_step": 2},
+        checkpoint={"every": 2, "export_hf": True},
+        track={"console": True},
+    )
+    status, out, err = rlhf("train", str(config))
+    assert status == 0, err
+    return folder, out
+
+
+def test_every_step_is_logged_and_engine_and_trainer_agree(whole):
+    folder, out = whole
+    steps = [line for line in read_metrics(folder / "run") if "reward/mean" in line]
+    assert [line["step"] for line in steps] == [0, 1, 2, 3]
+    assert all(0 <= line["gap/mean_abs"] <= 1e-5 for line in steps)
+    assert any(line["optim/grad_norm"] > 0 for line in steps)
+    assert out.strip().splitlines()[-1].startswith("accuracy ")
+
+
+def test_the_run_folder_holds_what_the_readme_promises(whole):
+    folder, _ = whole
+    run = folder / "run"
+    assert {"config.yaml", "metrics.jsonl", "curves.png", "samples", "checkpoints", "hf"} <= {
+        p.name for p in run.iterdir()
+    }
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == [
+        "step_00000002",
+        "step_00000004",
+    ]
+
+
+def test_the_export_answers_as_the_engine_did(whole):
+    """Greedy answers of transformers with the exported weights = the last evaluation's samples."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder, _ = whole
+    model = AutoModelForCausalLM.from_pretrained(folder / "run" / "hf", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "run" / "hf")
+    samples = (folder / "run" / "samples" / "eval-000004.jsonl").read_text(encoding="utf-8")
+    rows = [json.loads(line) for line in samples.splitlines()]
+    assert rows
+    stop = tokenizer.convert_tokens_to_ids(">")
+    for row in rows:
+        prompt = torch.tensor([tokenizer(row["prompt"], add_special_tokens=False)["input_ids"]])
+        with torch.no_grad():
+            out = model.generate(
+                prompt, max_new_tokens=6, do_sample=False, eos_token_id=[2, stop], pad_token_id=0
+            )
+        answer = [t for t in out[0, prompt.shape[1] :].tolist() if t not in (2, stop)]
+        assert tokenizer.decode(answer) == row["answer"]
+
+
+def test_a_stopped_and_resumed_run_repeats_the_whole_one(whole, tmp_path):
+    """TERM in mid-run: saved, and the same command goes on; metrics equal bit for bit."""
+    folder, _ = whole
+    config = tiny_config(
+        tmp_path,
+        num_steps=4,
+        batch={"updates_per_step": 2},
+        checkpoint={"every": 2},
+    )
+    run = tmp_path / "run"
+    first = start("train", str(config))
+    wait_for(
+        lambda: (
+            (run / "metrics.jsonl").exists()
+            and any("reward/mean" in line for line in read_metrics(run))
+        ),
+        120,
+        "the first step",
+    )
+    first.send_signal(signal.SIGTERM)
+    status, _, err = finish(first)
+    assert status == 75, err
+    assert "steps are saved in" in err
+    assert len([x for x in read_metrics(run) if "reward/mean" in x]) < 4
+    status, _, err = rlhf("train", str(config))
+    assert status == 0, err
+    assert numbers(run) == numbers(folder / "run")
+
+
+LAYOUTS = {
+    "llama tp2+sp, engine tp2": (
+        "llama",
+        {"tp": 2, "pp": 1, "sequence_parallel": True},
+        {"tp": 2},
+        {},
+    ),
+    "qwen2 tied pp2, engine tp2, kl in loss": (
+        "qwen2",
+        {"pp": 2},
+        {"tp": 2},
+        {"kl": {"place": "loss", "coef": 0.05}},
+    ),
+    "qwen3 dp2, two engines, kl in reward": (
+        "qwen3",
+        {"pp": 1},
+        {},
+        {"kl": {"place": "reward", "estimator": "k1", "coef": 0.05}},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_gap_stays_below_1e_5_over_updates_and_reshards(name, tmp_path):
+    family, train, rollout, algorithm = LAYOUTS[name]
+    config = tiny_config(
+        tmp_path,
+        family,
+        num_steps=4,
+        train=train,
+        rollout=rollout,
+        algorithm=algorithm,
+        data={"eval": []},
+    )
+    status, _, err = rlhf("train", str(config))
+    assert status == 0, err
+    steps = read_metrics(tmp_path / "run")
+    assert len(steps) == 4
+    assert all(line["gap/mean_abs"] <= 1e-5 for line in steps), steps
+    assert all(line["optim/grad_norm"] > 0 for line in steps if line["policy/loss"])
