@@ -94,7 +94,8 @@ class SampleRequest:
 
     ``key`` is the caller's, unique within a call. ``seed`` decides the sample together with the
     position (deterministic engines only): two requests with one prompt and one seed get one answer.
-    The model's own end tokens stop an answer as ``stop_token_ids`` do, unless ``ignore_eos``.
+    The model's own end tokens stop an answer as ``stop_token_ids`` do; with ``ignore_eos`` nothing
+    does.
     """
 
     key: int
@@ -202,6 +203,8 @@ def _fault(request: SampleRequest, spec: EngineSpec) -> str | None:
         outside = [i for i in ids if not 0 <= i < spec.vocab_size]
         if outside:
             return f"{what} token id {outside[0]} is outside the vocabulary of {spec.vocab_size}"
+    if request.ignore_eos and request.stop_token_ids:
+        return "ignore_eos lets nothing stop the answer; give no stop_token_ids with it"
     if not (math.isfinite(request.temperature) and request.temperature >= 0):
         return f"temperature={request.temperature} must be finite and not negative"
     if not 0 < request.top_p <= 1:

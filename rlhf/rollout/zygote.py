@@ -192,9 +192,8 @@ class _Child:
 class _Server:
     """The zygote's loop: one thread, one poll."""
 
-    def __init__(self, listener: socket.socket, owner_pid: int) -> None:
+    def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
-        self._owner_pid = owner_pid
         self._waiting: list[socket.socket] = []
         self._children: list[_Child] = []
         self._leaving = False
@@ -312,7 +311,8 @@ def main() -> None:
     num_threads = len(os.listdir("/proc/self/task"))
     if num_threads != 1:
         raise RuntimeError(f"the zygote has {num_threads} threads; it must have one to fork")
-    _Server(listener, owner_pid).run()
+    _Server(listener).run()
+    os._exit(0)  # nothing to save, and unwinding SGLang's modules takes seconds
 
 
 if __name__ == "__main__":

@@ -1,0 +1,188 @@
+"""A tiny model in a real engine, with its weights written through the real receiver."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf.dist.layout import RolloutLayout
+from rlhf.reshard.execute import Mover
+from rlhf.reshard.plan import Topology, plan
+from rlhf.reshard.schedule import rank_plans
+from rlhf.reshard.transport import LocalTransport
+from rlhf.reshard.windows import Window
+from rlhf.rollout.engine import Completion, EngineSpec, SampleRequest
+from rlhf.rollout.host_client import EngineHost
+from rlhf.rollout.zygote import Zygote
+from rlhf.weights.families import full_shapes, rollout_pieces
+from rlhf.weights.model_shape import load_model_shape
+from rlhf.weights.piece import Piece, full_box
+from tests.helpers.movers import in_threads, no_poll
+
+AREA_BYTES = 1 << 17
+"""Small enough that an update has several rounds."""
+LIMIT_S = 60.0
+PROMPTS = tuple(tuple(range(3, 3 + n)) for n in (1, 2, 5, 17, 40))
+
+
+def make_spec(folder: Path, **overrides: Any) -> EngineSpec:
+    """A small float32 engine on cores from 0."""
+    shape = load_model_shape(folder)
+    settings: dict[str, Any] = {
+        "model_path": str(folder),
+        "vocab_size": shape.vocab_size,
+        "max_position": shape.max_position,
+        "context_tokens": 256,
+        "dtype": "float32",
+        "max_running_requests": 16,
+        "start_timeout_s": 120.0,
+    }
+    settings |= overrides
+    cores = os.cpu_count() or 1
+    settings.setdefault("cores", tuple(i % cores for i in range(settings.get("tp", 1))))
+    return EngineSpec(**settings)
+
+
+class EngineCase:
+    """One engine and the movers that fill it; every rank of its layout holds the full tensors."""
+
+    def __init__(self, folder: Path, zygote: Zygote | None, **overrides: Any) -> None:
+        self.folder = folder
+        self.spec = make_spec(folder, **overrides)
+        self.shape = load_model_shape(folder)
+        self.engine = EngineHost.launch(self.spec, zygote)
+        self.info = self.engine.wait_ready()
+        self.params: dict[str, Tensor] = {}
+        self._movers: list[Mover] = []
+        self._sequence = 0
+
+    def open(self, state: Mapping[str, Tensor]) -> None:
+        """Show the receivers their windows."""
+        self.params = dict(state)
+        layout = RolloutLayout(world=self.spec.tp, tp=self.spec.tp)
+        ranks = range(layout.world)
+        held = [
+            Piece(name, full_box(shape), name, full_box(shape))
+            for name, shape in full_shapes(self.shape).items()
+        ]
+        needed = [rollout_pieces(self.shape, layout, rank) for rank in ranks]
+        itemsize = getattr(torch, self.spec.dtype).itemsize
+        all_transfers = plan([held] * layout.world, needed, itemsize, Topology.of(layout.world, 8))
+        self._movers = [
+            Mover(
+                part,
+                self.params,
+                LocalTransport(part.rank, {}),
+                Window(AREA_BYTES),
+                dtype=getattr(torch, self.spec.dtype),
+                limit_s=LIMIT_S,
+            )
+            for part in rank_plans(all_transfers, ranks, AREA_BYTES)
+        ]
+        self.engine.call_loader(
+            [
+                {
+                    "op": "open",
+                    "path": mover.window.path,
+                    "bytes": mover.window.num_bytes,
+                    "area_bytes": mover.window.area_bytes,
+                    "rounds": mover.receiver_rounds(),
+                }
+                for mover in self._movers
+            ]
+        )
+        for mover in self._movers:
+            mover.window.check()
+
+    def begin(self) -> None:
+        self._sequence += 1
+        message = {"op": "update", "sequence": self._sequence, "limit_s": LIMIT_S}
+        self.engine.begin_update([message] * self.spec.tp, LIMIT_S)
+
+    def run_movers(self) -> None:
+        """All ranks at once; the first looks after the engine."""
+        polls = [self.engine.poll, *[no_poll] * (self.spec.tp - 1)]
+        in_threads(
+            [partial(m.run, poll) for m, poll in zip(self._movers, polls, strict=True)], LIMIT_S
+        )
+
+    @property
+    def windows(self) -> list[Window]:
+        return [mover.window for mover in self._movers]
+
+    def write(self, state: Mapping[str, Tensor], version: int) -> None:
+        """Bring the engine to these weights."""
+        if not self._movers:
+            self.open(state)
+        self.params.update(state)
+        self.begin()
+        self.run_movers()
+        self.engine.end_update(version)
+
+    def generate(self, requests: list[SampleRequest]) -> list[Completion]:
+        return self.engine.generate(requests, lambda _: None, LIMIT_S)
+
+    def close(self) -> None:
+        self.engine.close()
+        for mover in self._movers:
+            mover.window.close()
+
+
+@contextmanager
+def engine_case(folder: Path, zygote: Zygote | None, **overrides: Any) -> Iterator[EngineCase]:
+    case = EngineCase(folder, zygote, **overrides)
+    try:
+        yield case
+    finally:
+        case.close()
+
+
+def load_reference(folder: Path) -> Any:
+    """transformers' model, float32, eager attention."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    return model.eval()
+
+
+def reference_state(model: Any) -> dict[str, Tensor]:
+    """HF name -> tensor as in the checkpoint: a tied head is not there."""
+    state = dict(model.state_dict())
+    if model.config.tie_word_embeddings:
+        del state["lm_head.weight"]
+    return state
+
+
+@torch.no_grad()
+def reference_logprobs(
+    model: Any, prompt: tuple[int, ...], answer: list[int], temperature: float = 1.0
+) -> Tensor:
+    """[answer, vocabulary] log-softmax of logits / temperature at each answer position."""
+    ids = torch.tensor([[*prompt, *answer]])
+    logits = model(ids).logits[0, len(prompt) - 1 : -1].double()
+    return torch.log_softmax(logits / temperature, -1)
+
+
+def greedy(prompt: tuple[int, ...], key: int, num_tokens: int = 16) -> SampleRequest:
+    return SampleRequest(
+        key=key,
+        token_ids=prompt,
+        seed=0,
+        temperature=0.0,
+        max_new_tokens=num_tokens,
+        ignore_eos=True,
+    )
+
+
+def sampled(prompt: tuple[int, ...], key: int, seed: int, **changes: Any) -> SampleRequest:
+    settings: dict[str, Any] = {"max_new_tokens": 16, "ignore_eos": True}
+    return SampleRequest(key=key, token_ids=prompt, seed=seed, **settings | changes)
