@@ -15,8 +15,8 @@ MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 
 FLOORS = [
-    {"types", "dist.layout", "weights.piece", "weights.model_shape"},
-    {"config", "dist", "track", "platform", "weights", "launch"},
+    {"types", "dist.layout", "weights.piece", "weights.model_shape", "config.schema"},
+    {"config", "dist", "track", "platform", "weights"},
     {
         "algorithms",
         "rewards",
@@ -31,7 +31,7 @@ FLOORS = [
     {"planner", "memory", "mcore", "reshard", "weights.export"},
     {"roles", "rollout"},
     {"loop", "evaluate", "run", "ground", "checkpoint", "recorder", "flow"},
-    {"builder", "parts", "train", "cli", "bench", "convert", "doctor", "state"},
+    {"builder", "parts", "launch", "train", "cli", "bench", "convert", "doctor", "state"},
 ]
 """Lowest first; the longest matching name decides."""
 
