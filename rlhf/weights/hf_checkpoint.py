@@ -19,6 +19,18 @@ if TYPE_CHECKING:
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+WEIGHT_SUFFIXES = (
+    ".safetensors",
+    ".safetensors.index.json",
+    ".bin",
+    ".bin.index.json",
+    ".pt",
+    ".pth",
+    ".gguf",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +52,11 @@ class CheckpointIndex:
                 "is incomplete, or of another architecture than its config.json says"
             )
         return self.folder / self.files[tensor]
+
+
+def is_weight_file(name: str) -> bool:
+    """Whether a file of a model folder holds weights (of any format) or their index."""
+    return name.endswith(WEIGHT_SUFFIXES)
 
 
 def missing_files(weight_map: Mapping[str, str], present: Iterable[str]) -> list[str]:
@@ -145,6 +162,7 @@ def write_tensors(path: str | Path, tensors: Mapping[str, Tensor]) -> int:
         save_file(dict(tensors), str(path), metadata={"format": "pt"})
     except SafetensorError as error:
         raise OSError(f"{path}: {error}") from error
+    Path(path).chmod(0o644)  # safetensors makes a temporary file, which only its owner may read
     return Path(path).stat().st_size
 
 
