@@ -19,6 +19,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch.distributed.checkpoint import CheckpointException
 
 from rlhf.dist.layout import TrainLayout
 from rlhf.mcore.model import TrainModel
@@ -37,7 +38,7 @@ def save_state(
     all files are on disk.
 
     Raises:
-        CheckpointException (of torch): a rank could not write; raised on every rank.
+        RuntimeError: a rank could not write; raised on every rank, with the causes on rank 0.
     """
     optimizer.wait_params()
     model_state = _model_state(model)
@@ -138,8 +139,14 @@ def _write(folder: Path, state: dict[str, Any]) -> None:
     )
     if request.async_fn is not None:
         results.put(_write_buckets(request))
-    for finalize in request.finalize_fns:
-        finalize()
+    try:
+        for finalize in request.finalize_fns:
+            finalize()
+    except CheckpointException as failure:  # not an Exception: it would pass most handlers
+        causes = "; ".join(f"rank {rank}: {e[0]}" for rank, e in failure.failures.items())
+        raise RuntimeError(
+            f"checkpoint {folder} could not be written: {causes or 'rank 0 knows the cause'}"
+        ) from failure
 
 
 def _write_buckets(request: Any) -> dict[int, list] | Exception:

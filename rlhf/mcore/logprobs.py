@@ -15,9 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BLOCK_COLUMNS = 8192
-"""Vocabulary columns that exist at one time; their weight rows are cast once per pass."""
-
 
 @dataclass(frozen=True, slots=True)
 class HeadSettings:
@@ -25,7 +22,8 @@ class HeadSettings:
 
     ``temperature`` divides the logits. The local weight holds the token ids from ``first_column``
     on; rows from ``num_columns`` on are padding of the vocabulary and take no part. ``fp32``:
-    matrix products in float32, otherwise in the weight's dtype; all else is float32.
+    matrix products in float32, otherwise in the weight's dtype; all else is float32. A block of
+    ``chunk_rows`` x ``block_columns`` logits exists at one time.
     """
 
     temperature: float
@@ -33,6 +31,7 @@ class HeadSettings:
     num_columns: int
     chunk_rows: int
     fp32: bool
+    block_columns: int = 8192
     group: Any = None  # TP process group; None: this rank holds the whole vocabulary
 
 
@@ -125,10 +124,10 @@ def _blocks(
     dtype = torch.float32 if settings.fp32 else weight.dtype
     hidden = hidden.to(dtype)
     chunk_rows = min(settings.chunk_rows, num_rows)
-    block_columns = min(BLOCK_COLUMNS, settings.num_columns)
+    block_columns = min(settings.block_columns, settings.num_columns)
     memory = hidden.new_empty((2, chunk_rows * block_columns), dtype=torch.float32)
-    for start in range(0, settings.num_columns if num_rows else 0, BLOCK_COLUMNS):
-        columns = slice(start, min(start + BLOCK_COLUMNS, settings.num_columns))
+    for start in range(0, settings.num_columns if num_rows else 0, settings.block_columns):
+        columns = slice(start, min(start + settings.block_columns, settings.num_columns))
         block_weight = weight[columns].to(dtype)
         local = targets - (settings.first_column + start)
         for first in range(0, num_rows, chunk_rows):

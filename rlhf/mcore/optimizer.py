@@ -1,4 +1,4 @@
-"""Adam with state sharded over data parallel ranks, and its learning rate."""
+"""Adam with its state sharded over data parallel ranks."""
 
 from __future__ import annotations
 
@@ -10,23 +10,8 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
 from rlhf.config.schema import OptimizerSection
 from rlhf.mcore.model import TrainModel
+from rlhf.mcore.schedule import learning_rate
 from rlhf.platform.megatron_cpu.adam import provide_fused_adam
-
-
-def learning_rate(cfg: OptimizerSection, update: int, total_updates: int) -> float:
-    """Learning rate of update 0, 1, ... ``total_updates - 1``.
-
-    Rises linearly to ``lr`` at update ``warmup_steps``, then goes to ``min_lr``, which the last
-    update has (linear, cosine), or stays (constant).
-    """
-    if update < cfg.warmup_steps:
-        return cfg.lr * (update + 1) / (cfg.warmup_steps + 1)
-    if cfg.decay == "constant":
-        return cfg.lr
-    span = max(1, total_updates - 1 - cfg.warmup_steps)
-    done = min(1.0, (update - cfg.warmup_steps) / span)
-    left = 1 - done if cfg.decay == "linear" else (1 + math.cos(math.pi * done)) / 2
-    return cfg.min_lr + (cfg.lr - cfg.min_lr) * left
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,4 +86,7 @@ def build_optimizer(model: TrainModel, cfg: OptimizerSection, total_updates: int
         overlap_param_gather=model.chunks[0].ddp_config.overlap_param_gather,
     )
     inner = get_megatron_optimizer(settings, model.chunks)
+    for sharded in inner.chained_optimizers:
+        # moments exist from the start, so that a checkpoint before the first update can be written
+        sharded.init_state_fn(sharded.optimizer, settings)
     return Optimizer(model, inner, cfg, total_updates)
