@@ -28,3 +28,15 @@ def train(run: Run) -> None:
         run.recorder.log(step, rollout, batch)
         run.checkpoints.maybe_save(step + 1)
         run.evaluator.maybe_run(step + 1)
+    run.finish()
+
+
+def evaluate(run: Run) -> None:
+    """Held-out accuracy of the newest checkpoint, or of the model; `rlhf eval`."""
+    run.resharder.run(version=run.first_step, step=run.first_step)
+    result = run.evaluator.run(run.first_step)
+    if run.ground.plan.world.is_first:
+        print(
+            f"accuracy {result.value:.2f} after {result.step} steps "
+            f"(held-out, greedy, {result.num_items} items)"
+        )

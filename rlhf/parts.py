@@ -21,6 +21,7 @@ from rlhf.mcore.model import TrainModel, build_model
 from rlhf.mcore.optimizer import build_optimizer
 from rlhf.recorder import Recorder
 from rlhf.reshard.execute import Mover
+from rlhf.reshard.export import Exporter
 from rlhf.reshard.plan import Topology, plan
 from rlhf.reshard.schedule import rank_plan
 from rlhf.reshard.transport import DistTransport
@@ -68,6 +69,7 @@ def build_parts(ground: Ground, engine: EngineHost | None) -> Run:
         evaluator=_evaluator(ground, collector, tokenizer, recorder),
         checkpoints=checkpoints,
         recorder=recorder,
+        exporter=_exporter(ground, actor),
         ground=ground,
     )
     recorder.start(run.first_step)
@@ -219,6 +221,19 @@ def _checkpoints(ground: Ground, actor: Actor) -> Checkpoints:
         group=ground.group,
         gate=ground.gate,
         config=config.model_dump(mode="json"),
+    )
+
+
+def _exporter(ground: Ground, actor: Actor) -> Exporter:
+    plan, config = ground.plan, ground.plan.config
+    return Exporter(
+        shape=plan.shape,
+        layout=plan.train,
+        rank=plan.world.rank,
+        params=actor.params,
+        dtype=getattr(torch, config.model.dtype),
+        transport=DistTransport(device=ground.device),
+        gather=ground.group.gather,
     )
 
 

@@ -14,6 +14,7 @@ from rlhf.evaluate import SOLVED, Accuracy
 from rlhf.ground import Ground
 from rlhf.mcore.forward import TrainStats
 from rlhf.rollout.collect import Rollout
+from rlhf.track import report
 from rlhf.track.metrics import Max, Mean, Metric, Sum, merge, values
 from rlhf.track.tracker import Tracker
 from rlhf.types import Batch, Status, TrajectoryFacts
@@ -74,7 +75,9 @@ class Recorder:
         """One line for the step. Collective over all ranks."""
         seconds = self._ground.gate.take_seconds()
         elapsed, self._began = time.perf_counter() - self._began, time.perf_counter()
+        counts = len(batch.tokens) if self._counts_for_its_replica() else 0
         parts: list[Mapping[str, Metric]] = [
+            {"batch/tokens": Sum(counts), "batch/microbatches": Max(len(batch.micro_bounds))},
             {f"seconds/{name}": Max(value) for name, value in seconds.items()},
             {"seconds/step": Max(elapsed)},
             {f"memory_gib/{k}": Max(v) for k, v in self._ground.gate.take_memory().items()},
@@ -90,11 +93,21 @@ class Recorder:
         if every and step % every == 0:
             self._tracker.samples(f"step-{step:06d}", rollout.samples)
 
-    def _gap(self, batch: Batch) -> torch.Tensor:
-        """Summed over one rank per DP replica. Collective over all ranks."""
+    def finish(self) -> None:
+        """Close the sinks; on the first rank draw the curves and print the tables."""
+        self._tracker.close()
+        if self._ground.plan.world.is_first:
+            report.finish(Path(self._ground.plan.config.run_dir))
+
+    def _counts_for_its_replica(self) -> bool:
+        """One rank of each DP replica: its batch is the same on all of them."""
         coord = self._ground.plan.train.coord(self._ground.plan.world.rank)
+        return coord.tp == coord.pp == coord.cp == 0
+
+    def _gap(self, batch: Batch) -> torch.Tensor:
+        """Summed over the DP replicas. Collective over all ranks."""
         sums = torch.zeros(GAP_SUMS, dtype=torch.float64)
-        if coord.tp == coord.pp == coord.cp == 0 and len(batch.tokens):
+        if self._counts_for_its_replica() and len(batch.tokens):
             assert batch.rollout_logprobs is not None
             assert batch.old_logprobs is not None
             mask = batch.mask

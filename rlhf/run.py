@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 
 from rlhf.algorithms.algorithm import Algorithm
@@ -12,12 +13,14 @@ from rlhf.data.mix import PromptSource
 from rlhf.evaluate import Evaluator
 from rlhf.ground import Ground
 from rlhf.recorder import Recorder
+from rlhf.reshard.export import Exporter
 from rlhf.roles.actor import Actor
 from rlhf.roles.critic import NullCritic
 from rlhf.roles.reference import NullReference, Reference
 from rlhf.rollout.batcher import Batcher
 from rlhf.rollout.collect import Collector, Sampling
 from rlhf.rollout.resharder import Resharder
+from rlhf.types import Phase
 
 
 @dataclass
@@ -38,7 +41,19 @@ class Run:
     evaluator: Evaluator
     checkpoints: Checkpoints
     recorder: Recorder
+    exporter: Exporter
     ground: Ground
+
+    def finish(self) -> None:
+        """The run is over: the HF folder, the curves, the tables and the last line.
+
+        Collective over all ranks.
+        """
+        run_dir = Path(self.config.run_dir)
+        if self.config.checkpoint.export_hf:
+            with self.ground.gate.phase(Phase.SAVE, self.config.num_steps):
+                self.exporter.write(run_dir / "hf", self.config.model.path, lambda: None)
+        self.recorder.finish()
 
     def __enter__(self) -> Run:
         return self
