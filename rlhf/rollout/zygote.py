@@ -94,9 +94,15 @@ class Zygote:
         self._process = process
 
     @classmethod
-    def start(cls, address: str, environ: Mapping[str, str] = os.environ) -> Zygote:
-        """Start the process; it accepts requests at once and serves them when it has imported."""
-        with _listen(address) as listener:
+    def start(
+        cls, address: str, environ: Mapping[str, str] = os.environ, bind_limit_s: float = 5.0
+    ) -> Zygote:
+        """Start the process; it accepts requests at once and serves them when it has imported.
+
+        Raises:
+            OSError: the address is still in use after ``bind_limit_s``.
+        """
+        with _listen(address, bind_limit_s) as listener:
             process = subprocess.Popen(
                 [
                     *(sys.executable, "-W", "ignore", "-m", "rlhf.rollout.zygote"),
@@ -155,10 +161,10 @@ def request_host(
     socket.send_fds(connection, [spec_json.encode()], [channel, obituary, rank, 1, 2])
 
 
-def _listen(address: str) -> socket.socket:
+def _listen(address: str, limit_s: float) -> socket.socket:
     """Bind the abstract name; a zygote of an earlier start may need a moment to vanish."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + limit_s
     while True:
         try:
             listener.bind("\0" + address)
