@@ -80,7 +80,7 @@ def stand_in_torchvision() -> None:
     import_utils.is_torchvision_v2_available()
     import enum
 
-    interpolation = enum.Enum(  # members and values of the real one
+    interpolation = enum.Enum(  # type: ignore[misc]  # members and values of the real one
         "InterpolationMode",
         {
             "NEAREST": "nearest",

@@ -104,7 +104,7 @@ def start_engine(spec: EngineSpec, *, fork: bool, obituary_fd: int, close_fds: l
     return kind(spec, obituary_fd, close_fds)
 
 
-class _SpawningEngine(Engine):
+class _SpawningEngine(Engine):  # type: ignore[misc]  (SGLang is untyped)
     """SGLang's engine with children that die with the host and leave word when they fail."""
 
     def __init__(self, spec: EngineSpec, obituary_fd: int, close_fds: list[int]) -> None:

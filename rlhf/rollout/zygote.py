@@ -25,7 +25,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from rlhf.rollout.lifeline import (
     die_with_parent,
@@ -212,7 +212,7 @@ class _Server:
         signal.set_wakeup_fd(wake_write)
         while not (self._leaving and not self._children):
             poller = select.poll()
-            fds = [wake_read, self._listener, *self._waiting]
+            fds: list[Any] = [wake_read, self._listener, *self._waiting]
             for child in self._children:
                 fds += [child.pidfd, child.rank, child.connection]
             for fd in fds:

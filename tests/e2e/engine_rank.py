@@ -1,8 +1,8 @@
 """A rank with an engine, run as a process of its own so that it can be killed.
 
-``python -m tests.e2e.engine_rank ZYGOTE FOLDER WORK``: ZYGOTE is an address to join, ``own`` or
-``none`` (spawn). Prints one JSON line with the pids of the engine, then does WORK: ``idle`` or
-``start`` (is killed before the engine is ready).
+``python -m tests.e2e.engine_rank ZYGOTE FOLDER WORK``: ZYGOTE is an address to join, ``own``,
+``node`` (by local rank) or ``none`` (spawn). Prints one JSON line with the pids of the engine, then
+does WORK: ``idle``, or ``start`` (does not wait for the engine), or ``close`` (ends everything).
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import signal
 import sys
 from pathlib import Path
 
-from rlhf.rollout.zygote import Zygote
+from rlhf.rollout.zygote import Zygote, start_zygote
 
 
 def main() -> None:
     address, folder, work = sys.argv[1:]
     zygote = {
         "none": lambda: None,
+        "node": start_zygote,
         "own": lambda: Zygote.start(f"rlhf-test-rank-{os.getpid()}"),
     }.get(address, lambda: Zygote(address, None))()
     from rlhf.rollout.host_client import EngineHost
@@ -30,6 +31,12 @@ def main() -> None:
     if work != "start":
         pids |= engine.wait_ready().pids
     print(json.dumps(pids), flush=True)
+    if work == "close":
+        sys.stdin.readline()
+        engine.close()
+        if zygote is not None:
+            zygote.close()
+        return
     signal.pause()
 
 

@@ -7,7 +7,7 @@ import socket
 import threading
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf.rollout.channel import LENGTH, Answered, Channel, Done, Failed, Generate, frame, unframe
@@ -21,6 +21,7 @@ MESSAGES = [
 ]
 
 
+@settings(deadline=None)
 @given(cuts=st.lists(st.integers(0, 4000), max_size=12))
 def test_frames_survive_any_cut(cuts: list[int]) -> None:
     data = b"".join(frame(m) for m in MESSAGES)

@@ -8,7 +8,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf.rollout.engine import RESERVED_TOKENS, EngineSpec, SampleRequest, check_requests
@@ -59,6 +59,7 @@ requests = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(request=requests)
 def test_everything_inside_the_limits_is_taken(request: SampleRequest) -> None:
     check_requests([request], SPEC)
