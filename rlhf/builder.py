@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -105,9 +104,6 @@ def _lay_ground(plan: Plan, stopper: Stopper, closers: list[Closer]) -> Ground:
     """Stand-ins, groups, watcher, gate. Collective over all ranks."""
     import torch
     import torch.distributed as dist
-
-    # megatron's notes on missing libraries, once per import and rank; `rlhf doctor` has them
-    warnings.filterwarnings("ignore", message="(?s).*(Apex|Transformer Engine).* not installed")
 
     from rlhf.dist.gate import PhaseGate
     from rlhf.dist.groups import PhaseGroup, device_of, init_groups
