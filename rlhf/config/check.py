@@ -19,6 +19,7 @@ from rlhf.config.schema import (
     OptimizerSection,
     ReasoningGymSource,
     RolloutSection,
+    SamplingSection,
     TrainSection,
 )
 from rlhf.dist.layout import LayoutError, RolloutLayout, TrainLayout
@@ -47,7 +48,7 @@ def check_config(config: Config, shape: ModelShape, world: int, source: str = "c
         lambda: _feature_faults(config.train, config.rollout),
         lambda: _batch_section_faults(config, world),
         lambda: _algorithm_faults(config.algorithm, config.batch.samples_per_prompt),
-        lambda: _sampling_faults(config),
+        lambda: sampling_faults(config.rollout.sampling),
         lambda: _length_faults(config, shape),
         lambda: _engine_faults(config, world),
         lambda: _optimizer_faults(
@@ -227,8 +228,8 @@ def _algorithm_faults(algorithm: AlgorithmSection, samples: int) -> Iterator[str
         )
 
 
-def _sampling_faults(config: Config) -> Iterator[str]:
-    sampling = config.rollout.sampling
+def sampling_faults(sampling: SamplingSection) -> Iterator[str]:
+    """Trainer and engine must give a token the same probability: that of the full distribution."""
     if sampling.temperature == 0:
         yield (
             "rollout.sampling.temperature: must be above 0 in training, is 0: all answers to a "

@@ -136,6 +136,14 @@ def test_impossible_combinations_are_refused_by_name(overrides, world, words):
     assert all(f.startswith("small.yaml:") for f in caught.value.faults)
 
 
+def test_an_engine_may_copy_kv_heads_but_not_cut_them_unevenly():
+    sizes = {"num_heads": 12, "num_kv_heads": 4}
+    for tp in (2, 4):
+        check(f"rollout.tp={tp}", world=tp, **sizes)
+    with pytest.raises(ConfigError, match=r"6 must divide .* its 4 KV heads .* one of 1, 2, 4, 12"):
+        check("rollout.tp=6", world=6, **sizes)
+
+
 def test_the_reserve_is_the_engines_own():
     assert ENGINE_RESERVED_TOKENS == RESERVED_TOKENS
 

@@ -97,6 +97,7 @@ def test_resolved_config_loads_back_equal():
 def test_all_faults_are_reported_at_once_each_with_its_path_and_a_hint():
     text = SMALL.replace("optimizer: {lr: 1e-6}", "optimizer: {lr: -1, leraning_rate: 1}")
     text = text.replace("type: jsonl,", "type: jsonll,").replace("num_steps: 4", "num_stepz: 4")
+    text = text.replace("held_out: 8", "hold_out: 8").replace("task: chain_sum, ", "")
     found = faults(text + "train: {temperature: 1, tp: two}\nalgorithm: {aggregation: token_mean}")
     expected = [
         ("num_steps", "must be given"),
@@ -104,6 +105,8 @@ def test_all_faults_are_reported_at_once_each_with_its_path_and_a_hint():
         ("optimizer.lr", "must be greater than 0, is -1"),
         ("optimizer.leraning_rate", "unknown key"),
         ("data.train.1.type", "did you mean jsonl?"),
+        ("data.train.0.hold_out", "did you mean held_out?"),
+        ("data.train.0.task", "must be given (Registered task"),
         ("train.temperature", "did you mean rollout.sampling.temperature?"),
         ("train.tp", "must be a valid integer"),
         ("algorithm.aggregation", "did you mean token-mean?"),

@@ -147,7 +147,7 @@ def test_only_line_feeds_end_a_line(tmp_path):
 
 def test_every_broken_line_is_named_by_file_and_number(tmp_path):
     file = tmp_path / "a.jsonl"
-    file.write_bytes(b'{"p": 1}\n{"p": \n\n[1]\n\xff\n')
+    file.write_bytes(b'{"p": 1}\n{"p": \n\n[1]\n{"p": "\xff"}\n')
     with pytest.raises(ValueError) as caught:
         read_jsonl(file)
     lines = str(caught.value).split("\n")

@@ -279,11 +279,12 @@ def test_a_terminal_gets_a_bar_with_reward_and_time_left():
     sink.evaluation(0, {"eval/accuracy": 0.5})
     for step in range(2):
         sink.step(step, step_metrics(step))
+    running = out.getvalue()
     sink.close()
-    text = out.getvalue()
-    assert "2/3" in text
-    assert "reward 0.10  held-out 0.50  4 s left" in text
-    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
+    assert "2/3" in out.getvalue()
+    assert "reward 0.10  held-out 0.50  4 s left" in out.getvalue()
+    # the cursor is shown all the time: a process that is ended leaves the terminal usable
+    assert running.rindex("\x1b[?25h") > running.rindex("\x1b[?25l")
 
 
 @pytest.mark.parametrize(
