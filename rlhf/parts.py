@@ -26,7 +26,7 @@ from rlhf.reshard.plan import Topology, plan
 from rlhf.reshard.schedule import rank_plan
 from rlhf.reshard.transport import DistTransport
 from rlhf.reshard.windows import Window
-from rlhf.rewards.build import build_rewards
+from rlhf.rewards.build import Rewards, build_rewards
 from rlhf.roles.actor import Actor
 from rlhf.roles.critic import NullCritic
 from rlhf.roles.reference import NullReference, Reference
@@ -35,6 +35,7 @@ from rlhf.rollout.collect import Collector, Sampling
 from rlhf.rollout.resharder import Resharder
 from rlhf.run import Run
 from rlhf.state import TrainState
+from rlhf.types import Prompt
 from rlhf.weights.families import rollout_pieces, train_pieces
 from rlhf.weights.hf_checkpoint import load_pieces
 
@@ -48,17 +49,21 @@ def build_parts(ground: Ground, engine: EngineHost | None) -> Run:
     if plan.world.is_first:
         save_resolved(config)
     tokenizer = load_tokenizer(config.model.path)
+    prompts = build_prompt_source(config.data, tokenizer, config.seed)
+    held_out = build_eval_prompts(config.data, tokenizer)
+    rewards = build_rewards(config.data)
+    rewards.check([*prompts.prompts, *held_out])
     algorithm = build_algorithm(config)
     recorder = Recorder.create(ground)
     parallel.initialize(plan.train, config.dist.timeout_s, config.seed)
     actor = _actor(ground, algorithm, recorder)
     checkpoints = _checkpoints(ground, actor)
-    collector = _collector(ground, engine, tokenizer)
+    collector = _collector(ground, engine, tokenizer, rewards)
     run = Run(
         config=config,
         first_step=checkpoints.resume(config.checkpoint.resume),
         sampling=_sampling(plan, tokenizer, greedy=False),
-        prompts=build_prompt_source(config.data, tokenizer, config.seed),
+        prompts=prompts,
         collector=collector,
         batcher=_batcher(ground, algorithm),
         actor=actor,
@@ -66,7 +71,7 @@ def build_parts(ground: Ground, engine: EngineHost | None) -> Run:
         critic=NullCritic(),
         algorithm=algorithm,
         resharder=_resharder(ground, engine, actor, collector),
-        evaluator=_evaluator(ground, collector, tokenizer, recorder),
+        evaluator=_evaluator(ground, collector, held_out, tokenizer, recorder),
         checkpoints=checkpoints,
         recorder=recorder,
         exporter=_exporter(ground, actor),
@@ -122,14 +127,16 @@ def _sampling(plan: Plan, tokenizer: Tokenizer, *, greedy: bool) -> Sampling:
     )
 
 
-def _collector(ground: Ground, engine: EngineHost | None, tokenizer: Tokenizer) -> Collector:
+def _collector(
+    ground: Ground, engine: EngineHost | None, tokenizer: Tokenizer, rewards: Rewards
+) -> Collector:
     config = ground.plan.config
     return Collector(
         engine=engine,
         layout=ground.plan.rollout,
         group=ground.group,
         gate=ground.gate,
-        scorer=build_rewards(config.data),
+        scorer=rewards,
         decoder=tokenizer,
         seed=config.seed,
         timeout_s=config.rollout.timeout_s,
@@ -193,12 +200,16 @@ def _resharder(
 
 
 def _evaluator(
-    ground: Ground, collector: Collector, tokenizer: Tokenizer, recorder: Recorder
+    ground: Ground,
+    collector: Collector,
+    prompts: list[Prompt],
+    tokenizer: Tokenizer,
+    recorder: Recorder,
 ) -> Evaluator:
     config = ground.plan.config
     return Evaluator(
         collector=collector,
-        prompts=build_eval_prompts(config.data, tokenizer),
+        prompts=prompts,
         sampling=_sampling(ground.plan, tokenizer, greedy=True),
         every=config.eval.every,
         num_steps=config.num_steps,

@@ -41,6 +41,7 @@ class Recorder:
             config.track,
             config.num_steps,
             is_writer=ground.plan.world.is_first,
+            config=config.model_dump(mode="json"),
         )
         ground.closers.append(tracker.close)
         return cls(ground, tracker)
