@@ -74,7 +74,6 @@ class EngineTarget:
             )
         self._window = window
         self._limit_s = limit_s
-        self._num_rounds = len(plan.rounds)
         self._num_bytes = sum(p.num_bytes for r in plan.rounds for p in r.arriving)
         self._local_views = [
             [part_view(window.area(i), placed, dtype) for placed in round_.local]
@@ -99,7 +98,6 @@ class EngineTarget:
         self._window.post(number + 1)
 
     def finish(self, poll: Poll) -> None:
-        self._window.wait_done(self._num_rounds, self._limit_s, poll)
         self._window.end(self._num_bytes, self._limit_s, poll)
 
     def abandon(self) -> None:

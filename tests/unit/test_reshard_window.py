@@ -15,6 +15,7 @@ from rlhf.reshard.plan import Topology, plan
 from rlhf.reshard.schedule import rank_plan
 from rlhf.reshard.transport import LocalHub
 from rlhf.reshard.windows import ReceiverError, Window
+from rlhf.reshard.wire import Word
 from rlhf.rollout import receiver
 from rlhf.weights.families import (
     full_shapes,
@@ -207,6 +208,20 @@ def test_an_update_works_after_a_failed_one():
     rank.assert_engine_holds(rank.full)
 
 
+def test_the_error_of_an_update_is_not_that_of_the_next():
+    """The receiver has reported its error and not yet left when the next update begins."""
+    rank = OneRank()
+    rank.open()
+    rank.window._write(Word.ERROR, 5)
+    rank.window._sequence = 1
+
+    def leave():
+        rank.window._write(Word.SEQUENCE, 1)
+
+    assert rank.window.begin(10.0, leave) == 2
+    rank.window.check()
+
+
 def test_a_receiver_that_never_comes_times_out():
     rank = OneRank(limit_s=0.1)
     rank.open()
@@ -226,8 +241,8 @@ def test_an_abandoned_update_releases_the_receiver():
     """The rank fails in the middle; the loader call returns, the next update is whole."""
     rank = OneRank()
     rank.open()
-    message = {"op": "update", "sequence": 1, "limit_s": 10.0}
-    loader = threading.Thread(target=rank.load, args=(message,))
+    message = {"op": "update", "sequence": 1, "limit_s": 60.0}
+    loader = threading.Thread(target=rank.load, args=(message,), daemon=True)
     norm = rank.params.pop("decoder.final_layernorm.weight")
     loader.start()
     with pytest.raises(KeyError):
