@@ -107,6 +107,21 @@ class Mover:
         """Memory that the movement takes beside parameters: two areas each way."""
         return self._staging.numel() + self._target.staging_bytes
 
+    def open_message(self) -> dict[str, Any]:
+        """What shows the engine's receiver its window and rounds, once; JSON."""
+        return {
+            "op": "open",
+            "path": self.window.path,
+            "bytes": self.window.num_bytes,
+            "area_bytes": self.window.area_bytes,
+            "rounds": self.receiver_rounds(),
+        }
+
+    def update_message(self) -> dict[str, Any]:
+        """What makes the receiver take the next :meth:`run`; JSON."""
+        sequence = self.window.sequence + 1
+        return {"op": "update", "sequence": sequence, "limit_s": self._limit_s}
+
     def receiver_rounds(self) -> dict[str, Any]:
         """What the engine's receiver must know of the rounds; JSON.
 

@@ -64,6 +64,11 @@ class Window:
         self._sequence = 0
 
     @property
+    def sequence(self) -> int:
+        """Number of the last update that was begun."""
+        return self._sequence
+
+    @property
     def path(self) -> str:
         """Where another process of this machine finds the window."""
         return f"/proc/{os.getpid()}/fd/{self.fd}"

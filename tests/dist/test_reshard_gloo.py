@@ -40,7 +40,6 @@ class _Rank:
         from rlhf.reshard.transport import DistTransport
         from rlhf.reshard.windows import Window
         from rlhf.weights import families
-        from tests.helpers.engine_process import open_message
         from tests.helpers.shapes import make_shape
         from tests.helpers.shards import coded_tensors, cut
 
@@ -72,11 +71,11 @@ class _Rank:
         )
         self.engine = engine
         engine.make_model(self.shapes)
-        engine.load(open_message(self.mover))
+        engine.load(self.mover.open_message())
         self.mover.window.check()
 
-    def update(self, sequence: int) -> Any:
-        self.engine.begin({"op": "update", "sequence": sequence, "limit_s": 30.0})
+    def update(self) -> Any:
+        self.engine.begin(self.mover.update_message())
         stats = self.mover.run(lambda: None)
         self.engine.end()
         return stats
@@ -102,12 +101,12 @@ def _reshard_pairs(rank: int, world: int, pairs: list[tuple]) -> list[dict[str, 
     for pair in pairs:
         me = _Rank(rank, engine, pair)
         pointers = engine.ask("pointers")
-        stats = me.update(1)
+        stats = me.update()
         wrong = me.num_wrong()
         for name in me.params:
             me.params[name] = me.params[name] + 1
         me.full = {name: tensor + 1 for name, tensor in me.full.items()}
-        me.update(2)
+        me.update()
         out.append(
             {
                 **dataclasses.asdict(stats),
@@ -139,7 +138,7 @@ def _engine_fails(rank: int, world: int) -> str:
     if rank == 1:
         engine.ask("cut", ("model.layers.1.mlp.gate_up_proj.weight", 7))
     try:
-        me.update(1)
+        me.update()
     except RuntimeError as error:
         return str(error)
     return "no error"
@@ -153,16 +152,13 @@ def test_an_engine_error_reaches_its_rank_and_stops_the_peer():
 
 
 def _peer_dies(rank: int, world: int) -> str:
-    import os
-
     from tests.helpers.engine_process import EngineProcess
 
     me = _Rank(rank, EngineProcess(), ("llama", {}, {"tp": 2}, {"tp": 1}), limit_s=20.0)
     if rank == 1:
         del me.params["decoder.layers.3.mlp.linear_fc2.weight"]
-        os.close(2)
     try:
-        me.update(1)
+        me.update()
     except KeyError as error:
         return str(error)
     except RuntimeError as error:

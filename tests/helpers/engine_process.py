@@ -87,15 +87,3 @@ class EngineProcess:
         self._process.join(10)
         if self._process.is_alive():
             self.kill()
-
-
-def open_message(mover: Any) -> dict[str, Any]:
-    """What shows the receiver its window."""
-    window = mover.window
-    return {
-        "op": "open",
-        "path": window.path,
-        "bytes": window.num_bytes,
-        "area_bytes": window.area_bytes,
-        "rounds": mover.receiver_rounds(),
-    }

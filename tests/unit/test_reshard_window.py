@@ -24,7 +24,6 @@ from rlhf.weights.families import (
     train_param_shapes,
     train_pieces,
 )
-from tests.helpers.engine_process import open_message
 from tests.helpers.movers import in_threads, no_poll
 from tests.helpers.shapes import make_shape
 from tests.helpers.shards import coded_tensors, cut, dummy_engine
@@ -59,11 +58,11 @@ class OneRank:
         receiver.load(self.model, [(json.dumps(message), torch.empty(0))])
 
     def open(self):
-        self.load(open_message(self.mover))
+        self.load(self.mover.open_message())
         self.window.check()
 
-    def update(self, sequence, limit_s=10.0):
-        message = {"op": "update", "sequence": sequence, "limit_s": limit_s}
+    def update(self):
+        message = self.mover.update_message()
         return in_threads([partial(self.mover.run, no_poll), partial(self.load, message)])[0]
 
     def assert_engine_holds(self, full):
@@ -78,12 +77,12 @@ def test_updates_write_live_parameters_in_place(dtype):
     rank = OneRank(dtype=dtype)
     rank.open()
     pointers = [p.data_ptr() for p in rank.model.parameters()]
-    stats = rank.update(1)
+    stats = rank.update()
     rank.assert_engine_holds(rank.full)
     assert stats.num_rounds > 3
     for name in rank.params:
         rank.params[name] = rank.params[name] + 1
-    rank.update(2)
+    rank.update()
     rank.assert_engine_holds({n: t + 1 for n, t in rank.full.items()})
     assert [p.data_ptr() for p in rank.model.parameters()] == pointers
 
@@ -91,10 +90,10 @@ def test_updates_write_live_parameters_in_place(dtype):
 def test_sleep_leaves_nothing_and_an_update_brings_all_back():
     rank = OneRank()
     rank.open()
-    rank.update(1)
+    rank.update()
     rank.load({"op": "sleep"})
     assert all(p.isnan().all() for p in rank.model.parameters())
-    rank.update(2)
+    rank.update()
     rank.assert_engine_holds(rank.full)
     padding = {
         name: int(p.isnan().any(dim=-1).sum())
@@ -110,7 +109,7 @@ def test_parameters_replaced_after_the_opening_are_found():
     name = "model.layers.1.self_attn.o_proj.weight"
     parameter = rank.model.get_parameter(name)
     parameter.data = torch.zeros_like(parameter)
-    rank.update(1)
+    rank.update()
     rank.assert_engine_holds(rank.full)
 
 
@@ -136,8 +135,8 @@ def test_post_load_weights_runs_after_the_last_round_of_each_update():
     rank.model.post_load_weights = post_load_weights
     rank.open()
     assert not seen
-    rank.update(1)
-    rank.update(2)
+    rank.update()
+    rank.update()
     assert len(seen) == 2
     assert not any(v for n, v in seen[0].items() if "layers" in n)
 
@@ -180,9 +179,9 @@ def test_a_model_that_differs_from_the_plan_is_refused_at_the_opening(change, wo
 def test_a_refused_opening_fails_the_update_too():
     rank = OneRank()
     _remove(rank.model, "model.norm.weight")
-    rank.load(open_message(rank.mover))
+    rank.load(rank.mover.open_message())
     with pytest.raises(RuntimeError, match=r"no parameter model\.norm\.weight"):
-        rank.update(1)
+        rank.update()
 
 
 def test_an_error_while_writing_names_parameter_and_round_and_ends_the_call():
@@ -191,7 +190,7 @@ def test_an_error_while_writing_names_parameter_and_round_and_ends_the_call():
     parameter = rank.model.get_parameter("model.layers.2.mlp.gate_up_proj.weight")
     parameter.data = parameter.data[:5].clone()
     with pytest.raises(RuntimeError, match=r"round \d+, parameter model\.layers\.2\.mlp\.gate_up"):
-        rank.update(1)
+        rank.update()
 
 
 def test_an_update_works_after_a_failed_one():
@@ -202,9 +201,9 @@ def test_an_update_works_after_a_failed_one():
     whole = parameter.data
     parameter.data = whole[:5].clone()
     with pytest.raises(RuntimeError):
-        rank.update(1)
+        rank.update()
     parameter.data = whole
-    rank.update(2)
+    rank.update()
     rank.assert_engine_holds(rank.full)
 
 
@@ -232,7 +231,7 @@ def test_a_receiver_that_never_comes_times_out():
 def test_a_rank_that_never_posts_times_out_in_the_receiver():
     rank = OneRank()
     rank.open()
-    rank.load({"op": "update", "sequence": 1, "limit_s": 0.1})
+    rank.load({**rank.mover.update_message(), "limit_s": 0.1})
     with pytest.raises(RuntimeError, match=r"waited 0\.1 s for the rank to begin update 1"):
         rank.mover.run(no_poll)
 
@@ -241,7 +240,7 @@ def test_an_abandoned_update_releases_the_receiver():
     """The rank fails in the middle; the loader call returns, the next update is whole."""
     rank = OneRank()
     rank.open()
-    message = {"op": "update", "sequence": 1, "limit_s": 60.0}
+    message = {**rank.mover.update_message(), "limit_s": 60.0}
     loader = threading.Thread(target=rank.load, args=(message,), daemon=True)
     norm = rank.params.pop("decoder.final_layernorm.weight")
     loader.start()
@@ -250,7 +249,7 @@ def test_an_abandoned_update_releases_the_receiver():
     loader.join(10)
     assert not loader.is_alive()
     rank.params["decoder.final_layernorm.weight"] = norm
-    rank.update(2)
+    rank.update()
     rank.assert_engine_holds(rank.full)
 
 
@@ -258,10 +257,10 @@ def test_an_update_of_the_previous_number_is_not_mistaken_for_the_next():
     """Words of a finished update lie in the window when the next loader call begins."""
     rank = OneRank()
     rank.open()
-    rank.update(1)
+    rank.update()
     for name in rank.params:
         rank.params[name] = rank.params[name] + 1
-    message = {"op": "update", "sequence": 2, "limit_s": 10.0}
+    message = rank.mover.update_message()
     loader = threading.Thread(target=rank.load, args=(message,))
     loader.start()
     rank.mover.run(no_poll)
@@ -272,9 +271,9 @@ def test_an_update_of_the_previous_number_is_not_mistaken_for_the_next():
 def test_stages_pick_their_own_message():
     rank = OneRank()
     rank.model.pp_group = type("Group", (), {"rank_in_group": 1})()
-    rank.load({"stages": [{"op": "no such stage"}, open_message(rank.mover)]})
+    rank.load({"stages": [{"op": "no such stage"}, rank.mover.open_message()]})
     rank.window.check()
-    rank.update(1)
+    rank.update()
     rank.assert_engine_holds(rank.full)
 
 
@@ -307,5 +306,5 @@ def test_a_window_leaves_no_name_and_survives_its_descriptor():
     rank.open()
     rank.window.close()
     assert rank.window.fd == -1
-    rank.update(1)
+    rank.update()
     rank.assert_engine_holds(rank.full)
