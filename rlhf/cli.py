@@ -53,8 +53,8 @@ def _eval(args: argparse.Namespace) -> int:
 def _run_loop(args: argparse.Namespace, loop: str | None) -> int:
     from rlhf.config.load import load_config
     from rlhf.dist.world import is_launched
-    from rlhf.train import find_loop
     from rlhf.train import main as run_rank
+    from rlhf.train import split_loop
 
     config = load_config(args.config, args.overrides)
     if args.show_flow:
@@ -64,7 +64,7 @@ def _run_loop(args: argparse.Namespace, loop: str | None) -> int:
         return 0
     arguments = [args.config, *args.overrides]
     if loop is not None:
-        find_loop(loop)
+        split_loop(loop)
         arguments += ["--loop", loop]
     if is_launched():
         return run_rank(arguments)

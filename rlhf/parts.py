@@ -36,7 +36,7 @@ from rlhf.rollout.resharder import Resharder
 from rlhf.run import Run
 from rlhf.state import TrainState
 from rlhf.types import Prompt
-from rlhf.weights.families import rollout_pieces, train_pieces
+from rlhf.weights.families import rollout_padding_params, rollout_pieces, train_pieces
 from rlhf.weights.hf_checkpoint import load_pieces
 
 if TYPE_CHECKING:
@@ -183,6 +183,7 @@ def _resharder(
         window,
         dtype=dtype,
         limit_s=config.reshard.timeout_s,
+        padding_params=rollout_padding_params(shape, ground.plan.rollout, world.rank),
     )
     resharder = Resharder(
         mover=mover,

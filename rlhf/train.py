@@ -53,16 +53,9 @@ def find_loop(spec: str | None) -> Loop:
     Raises:
         ValueError: there is no such file or function.
     """
-    if spec is None:
-        spec = "rlhf.loop:train"
-    place, _, name = spec.rpartition(":")
-    if not place or not name:
-        raise ValueError(f"--loop {spec}: write FILE.py:FUNCTION")
+    place, name = split_loop(spec or "rlhf.loop:train")
     if place.endswith(".py"):
-        path = Path(place)
-        if not path.is_file():
-            raise ValueError(f"--loop {spec}: no file {path.resolve()}")
-        found = importlib.util.spec_from_file_location(path.stem, path)
+        found = importlib.util.spec_from_file_location(Path(place).stem, place)
         assert found is not None
         assert found.loader is not None
         module = importlib.util.module_from_spec(found)
@@ -73,6 +66,20 @@ def find_loop(spec: str | None) -> Loop:
     if not callable(loop):
         raise ValueError(f"--loop {spec}: {place} defines no function {name!r}")
     return loop
+
+
+def split_loop(spec: str) -> tuple[str, str]:
+    """(file or module, function) of a loop's name; the file is looked for, not run.
+
+    Raises:
+        ValueError: the name is not of that form, or there is no such file.
+    """
+    place, _, name = spec.rpartition(":")
+    if not place or not name:
+        raise ValueError(f"--loop {spec}: write FILE.py:FUNCTION")
+    if place.endswith(".py") and not Path(place).is_file():
+        raise ValueError(f"--loop {spec}: no file {Path(place).resolve()}")
+    return place, name
 
 
 def run_rank(config: Config, world: World, loop: Loop) -> int:

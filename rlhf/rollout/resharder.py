@@ -35,7 +35,6 @@ class Resharder:
         self._gate = gate
         self._on_version = on_version
         self._timeout_s = timeout_s
-        self._sequence = 0
         self.stats: MoveStats | None = None
 
     def open(self) -> None:
@@ -46,19 +45,11 @@ class Resharder:
         Raises:
             RuntimeError: the live parameters are not those of the plan; names the first.
         """
-        window = self._mover.window
-        message: dict[str, Any] = {
-            "op": "open",
-            "path": window.path,
-            "bytes": window.num_bytes,
-            "area_bytes": window.area_bytes,
-            "rounds": self._mover.receiver_rounds(),
-        }
-        messages = self._group.gather(message)
+        messages = self._group.gather(self._mover.open_message())
         if self._engine is not None:
             self._engine.call_loader(self._of_my_engine(messages))
         self._group.gather(None)  # the engine has answered into every window
-        window.check()
+        self._mover.window.check()
 
     def run(self, *, version: int, step: int) -> None:
         """Bring all engines to ``version``. Collective over all ranks.
@@ -68,10 +59,9 @@ class Resharder:
                 later update has completed.
         """
         with self._gate.phase(Phase.RESHARD, step):
-            self._sequence += 1
-            message = {"op": "update", "sequence": self._sequence, "limit_s": self._timeout_s}
+            messages = self._group.gather(self._mover.update_message())
             if self._engine is not None:
-                self._engine.begin_update([message] * self._layout.engine_size, self._timeout_s)
+                self._engine.begin_update(self._of_my_engine(messages), self._timeout_s)
             self.stats = self._mover.run(self._poll)
             if self._engine is not None:
                 self._engine.end_update(version)
