@@ -91,7 +91,7 @@ def run_ours(config: str, overrides: list[str], run_dir: Path, *, skip: bool) ->
     command = [
         *(sys.executable, "-m", "rlhf.cli", "train", config, *overrides),
         *(f"run_dir={run_dir}", f"algorithm.skip_zero_signal={str(skip).lower()}"),
-        *("checkpoint.export_hf=false", "data.eval=[]"),
+        *("checkpoint.export_hf=false", "eval.every=0", "data.eval=[]"),
         *("track.swanlab=off", "track.tensorboard=false"),
     ]
     _, peak_gib = run_watched(command)

@@ -17,7 +17,7 @@ from rlhf.bench.result import Gate, finish
 from rlhf.track.journal import read_journal
 
 SETTINGS = (
-    *("checkpoint.export_hf=false", "checkpoint.resume=never", "data.eval=[]"),
+    *("checkpoint.export_hf=false", "checkpoint.resume=never", "eval.every=0", "data.eval=[]"),
     *("track.swanlab=off", "track.tensorboard=false"),
 )
 

@@ -82,6 +82,11 @@ def load_state(folder: Path, model: TrainModel, optimizer: Optimizer) -> dict[st
     return extra
 
 
+def save_weights(folder: Path, model: TrainModel) -> None:
+    """Only the weights, into an existing, empty folder. Collective over all ranks."""
+    _write(folder, _model_state(model))
+
+
 def load_weights(folder: Path, model: TrainModel) -> None:
     """Only the weights, into a model of any layout. Collective over all ranks."""
     _set_weights(model, dist_checkpointing.load(_model_state(model), str(folder)))
