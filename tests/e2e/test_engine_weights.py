@@ -138,6 +138,20 @@ def test_forgotten_weight_is_an_error_and_no_answer(zygote: Zygote, folder: Path
                 engine.generate([request])
 
 
+def test_sleep_leaves_no_weight_to_generate_with(zygote: Zygote, folder: Path) -> None:
+    """On a CPU nothing is freed, so what was not written again must not look like weights."""
+    with engine_case(folder, zygote, receiver="tests.e2e.bad_receivers.write_nothing") as engine:
+        for version in range(2):
+            engine.engine.begin_update([{"op": "update"}], LIMIT_S)
+            engine.engine.end_update(version)
+            if version == 0:
+                engine.generate(REQUESTS)  # the engine's dummy weights
+                engine.engine.sleep()
+                engine.engine.wake()
+        with pytest.raises(RuntimeError, match="not finite"):
+            engine.generate(REQUESTS)
+
+
 def test_open_update_blocks_nothing_else(zygote: Zygote, folder: Path, tmp_path: Path) -> None:
     """While the loader call is open the host answers; refusals come at once."""
     gate = tmp_path / "gate"

@@ -54,7 +54,7 @@ def test_what_was_said_before_the_end_is_heard() -> None:
 def test_requests_of_several_threads_do_not_mix() -> None:
     mine, theirs = socket.socketpair()
     channel = Channel(mine, 5.0)
-    request = SampleRequest(key=0, token_ids=tuple(range(20_000)), seed=0, max_new_tokens=1)
+    request = SampleRequest(key=0, token_ids=tuple(range(200_000)), seed=0, max_new_tokens=1)
     senders = [
         threading.Thread(target=channel.send, args=(Generate(i, (request,)),)) for i in range(8)
     ]

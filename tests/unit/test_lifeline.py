@@ -26,11 +26,14 @@ CHILD = f"""
 import sys
 from rlhf.rollout.lifeline import die_with_parent
 die_with_parent(int(sys.argv[1]))
+print("tied", flush=True)
 {SLEEPER}
 """
 PARENT = f"""
 import os, subprocess, sys
-child = subprocess.Popen([sys.executable, "-c", {CHILD!r}, str(os.getpid())])
+command = [sys.executable, "-c", {CHILD!r}, str(os.getpid())]
+child = subprocess.Popen(command, stdout=subprocess.PIPE)
+child.stdout.readline()
 print(child.pid, flush=True)
 {SLEEPER}
 """
