@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from rlhf.config.schema import ModelSection, TrainSection
@@ -113,12 +113,10 @@ def _fusions() -> dict[str, Any]:
         "masked_softmax_fusion": False,
         "persist_layer_norm": gpu,
         "apply_rope_fusion": gpu and engine,
-        "gradient_accumulation_fusion": gpu and (engine or _has_apex_gemm()),
+        # megatron's linear layers insist on apex's extension; on a CPU we stand in for it
+        "gradient_accumulation_fusion": layers._grad_accum_fusion_available,
+        "use_te_activation_func": not engine,  # our own activation module, see spec.py
     }
-
-
-def _has_apex_gemm() -> bool:
-    return importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
 
 
 def check_pipeline(config: TransformerConfig, gpu: bool) -> None:

@@ -1,4 +1,4 @@
-"""Attention over packed sequences on torch's scaled_dot_product_attention.
+"""Causal attention over sequences that share beginnings, on torch's scaled_dot_product_attention.
 
 Used in place of transformer-engine's DotProductAttention when that is absent, on CPU and GPU.
 Sequences of similar length run as one batch; nothing of the size of an attention mask exists.
@@ -6,9 +6,9 @@ Sequences of similar length run as one batch; nothing of the size of an attentio
 
 from __future__ import annotations
 
-import itertools
 import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,85 +17,97 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from rlhf.mcore.kernels import Rotate
+
 _FREE_PADDING_TOKENS = 16
 _MAX_LENGTH_RATIO = 1.25
 
 
 @dataclass(frozen=True, slots=True)
-class SequenceGroup:
+class Path:
+    """One sequence: its rows from the first token on, ``num_shared`` of them on earlier paths."""
+
+    rows: Sequence[int]
+    num_shared: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PathGroup:
     """Sequences that run as one batch, each padded behind its end to the longest.
 
-    Padding behind the end is free of masks: causal attention never looks there.
+    Padding behind the end needs no mask: causal attention never looks there.
     """
 
-    rows: Tensor  # [num_sequences * longest] int64, packed index to read; padding repeats the last
-    num_sequences: int
+    rows: Tensor  # [num_paths * longest] int64, the row of each token; padding repeats the last
+    num_paths: int
     longest: int
 
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Megatron's record of a packed stream, with the batches that attention runs."""
+    """Megatron's record of a packed input, for rows that several sequences share."""
 
-    groups: tuple[SequenceGroup, ...] = ()
-    order: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
-    """[T] int64: row of the concatenated group outputs that belongs to each packed token."""
+    groups: tuple[PathGroup, ...] = ()
+    place: Tensor | None = None
+    """[S] int64: where a row's output is in the concatenated outputs of the groups."""
+    positions: Tensor | None = None
+    """[S] int64: position of each row in its sequence."""
+    rotation: tuple[Tensor, Tensor] | None = None
+    """Cosine and sine [S, 1, d / 2] of the rotary embedding."""
 
 
-def pack_sequences(cu_seqlens: Tensor) -> PackedSequences:
-    """The record for sequences back to back; ``cu_seqlens`` [n + 1] from 0 to T."""
-    borders = cu_seqlens.tolist()
-    spans = [(a, b - a) for a, b in itertools.pairwise(borders) if b > a]
-    longest = max(length for _, length in spans)
-    groups, order = _batches(_similar_lengths(spans), borders[-1], cu_seqlens.device)
+def batch_paths(
+    paths: Sequence[Path], positions: Sequence[int], device: torch.device
+) -> PackedSequences:
+    """Group ``paths`` by similar length; ``positions`` [S] of the rows in their sequences.
+
+    A row on several paths takes its output from the first. Rows on no path (padding) get the output
+    of some other row; nothing may read them.
+    """
+    groups: list[PathGroup] = []
+    place = torch.zeros(len(positions), dtype=torch.long)
+    base = 0
+    for members in _similar_lengths(paths):
+        longest = len(members[-1].rows)
+        rows = torch.tensor([_padded(path.rows, longest) for path in members])
+        first = torch.tensor([[path.num_shared] for path in members])
+        stop = torch.tensor([[len(path.rows)] for path in members])
+        offset = torch.arange(longest)
+        own = (offset >= first) & (offset < stop)
+        place[rows[own]] = base + torch.arange(rows.numel()).view_as(rows)[own]
+        base += rows.numel()
+        groups.append(PathGroup(rows.flatten().to(device), len(members), longest))
     return PackedSequences(
         qkv_format="thd",
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-        groups=groups,
-        order=order,
+        groups=tuple(groups),
+        place=place.to(device),
+        positions=torch.tensor(positions, device=device),
     )
 
 
-def _similar_lengths(spans: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Split (start, length) spans into groups that waste little when padded to their longest."""
-    groups: list[list[tuple[int, int]]] = []
+def _padded(rows: Sequence[int], length: int) -> list[int]:
+    return [*rows, *[rows[-1]] * (length - len(rows))]
+
+
+def _similar_lengths(paths: Sequence[Path]) -> list[list[Path]]:
+    """Groups that waste little when padded to their longest, which stands last."""
+    groups: list[list[Path]] = []
     limit = 0.0
-    for span in sorted(spans, key=lambda s: (s[1], s[0])):
-        if not groups or span[1] > limit:
+    for path in sorted(paths, key=lambda p: len(p.rows)):
+        length = len(path.rows)
+        if not groups or length > limit:
             groups.append([])
-            limit = max(span[1] * _MAX_LENGTH_RATIO, span[1] + _FREE_PADDING_TOKENS)
-        groups[-1].append(span)
+            limit = max(length * _MAX_LENGTH_RATIO, length + _FREE_PADDING_TOKENS)
+        groups[-1].append(path)
     return groups
 
 
-def _batches(
-    members: list[list[tuple[int, int]]], num_tokens: int, device: torch.device
-) -> tuple[tuple[SequenceGroup, ...], Tensor]:
-    """The groups, and for each packed token its row in their concatenated outputs."""
-    groups = []
-    order = torch.empty(num_tokens, dtype=torch.long)
-    base = 0
-    for spans in members:
-        longest = spans[-1][1]
-        starts = torch.tensor([start for start, _ in spans])
-        lengths = torch.tensor([length for _, length in spans])
-        offsets = torch.arange(longest)
-        rows = starts[:, None] + offsets.minimum(lengths[:, None] - 1)
-        real = offsets < lengths[:, None]
-        order[rows[real]] = base + torch.arange(rows.numel()).view_as(rows)[real]
-        base += rows.numel()
-        groups.append(SequenceGroup(rows.flatten().to(device), len(spans), longest))
-    return tuple(groups), order.to(device)
-
-
 class SDPACoreAttention(MegatronModule):
-    """Causal self-attention of packed sequences; GQA; heads are this rank's share.
+    """Causal self-attention with grouped queries; heads are this rank's share.
 
-    Takes what megatron gives to a core attention: query [T, heads, d], key and value
-    [T, kv_heads, d], and a :class:`PackedSequences`. Returns [T, heads * d]. No collectives.
+    Takes what megatron gives to a core attention, queries and keys before the rotary embedding:
+    query [S, heads, d], key and value [S, kv_heads, d], and a :class:`PackedSequences`. Returns
+    [S, heads * d]. No collectives.
     """
 
     def __init__(
@@ -112,8 +124,7 @@ class SDPACoreAttention(MegatronModule):
         super().__init__(config)
         if config.context_parallel_size > 1:
             raise ValueError("train.cp > 1 needs transformer-engine, which is not installed")
-        if config.attention_dropout:
-            raise ValueError(f"attention_dropout={config.attention_dropout} must be 0")
+        assert not config.attention_dropout, f"{config.attention_dropout=} must be 0"
         self.scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
 
     def forward(
@@ -126,16 +137,20 @@ class SDPACoreAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSequences | None = None,
     ) -> Tensor:
-        assert packed_seq_params is not None, "core attention runs packed sequences only"
-        assert attention_mask is None and attention_bias is None
-        groups = packed_seq_params.groups
-        outputs = [self._attend(group, query, key, value) for group in groups]
-        joined = outputs[0] if len(groups) == 1 else torch.cat(outputs)
-        return joined.index_select(0, packed_seq_params.order).flatten(1)
+        packed = packed_seq_params
+        assert packed is not None, "core attention runs packed sequences only"
+        assert packed.rotation is not None
+        assert packed.place is not None
+        assert attention_mask is None
+        assert attention_bias is None
+        query, key = (Rotate.apply(x, *packed.rotation) for x in (query, key))
+        outputs = [self._attend(group, query, key, value) for group in packed.groups]
+        joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return joined.index_select(0, packed.place).flatten(1)
 
-    def _attend(self, group: SequenceGroup, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """[num_sequences * longest, heads, d]"""
-        shape = (group.num_sequences, group.longest)
+    def _attend(self, group: PathGroup, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """[num_paths * longest, heads, d]"""
+        shape = (group.num_paths, group.longest)
         q, k, v = (
             x.index_select(0, group.rows).unflatten(0, shape).transpose(1, 2)
             for x in (query, key, value)

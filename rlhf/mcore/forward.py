@@ -8,14 +8,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from rlhf.mcore.core_attention import pack_sequences
-from rlhf.mcore.model import Targets, TrainModel
+from rlhf.mcore.model import TrainModel
 from rlhf.mcore.optimizer import Optimizer
 from rlhf.mcore.parallel import Groups, current_groups
+from rlhf.mcore.spec import has_transformer_engine
+from rlhf.mcore.stream import Stream, fold, keep_whole
 from rlhf.types import MicroBatch
 
 LossFn = Callable[[Tensor, Tensor, dict[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
@@ -36,10 +36,9 @@ class TrainStats:
 class _Prepared:
     """A micro-batch in the form that the model takes."""
 
-    tokens: Tensor  # [1, T]
-    packed: PackedSeqParams
-    targets: Targets
-    columns: Mapping[str, Tensor]  # [T]
+    stream: Stream
+    trained: Tensor  # [n] int64, packed index of the trained tokens
+    columns: Mapping[str, Tensor]  # [n]
 
 
 def logprobs(model: TrainModel, micro: Sequence[MicroBatch], temperature: float) -> Tensor:
@@ -53,18 +52,18 @@ def logprobs(model: TrainModel, micro: Sequence[MicroBatch], temperature: float)
     broadcast from the last stage.
     """
     groups = current_groups()
-    prepared = [_prepare(m, temperature) for m in micro]
+    prepared = [_prepare(m, model) for m in micro]
     for chunk in model.chunks:
         chunk.eval()
     with torch.no_grad():
-        outputs = _run(model, prepared, _keep_logprobs, forward_only=True)
+        outputs = _run(model, prepared, _keep_logprobs, temperature, forward_only=True)
     for chunk in model.chunks:
         chunk.train()
     out = torch.zeros(sum(len(m.tokens) for m in micro), device=model.device)
     start = 0
     for m, batch, output in zip(micro, prepared, outputs or [None] * len(micro), strict=True):
         if output is not None:
-            out[start : start + len(m.tokens)][batch.targets.rows + 1] = output["logprobs"]
+            out[start + batch.trained] = output["logprobs"]
         start += len(m.tokens)
     if groups.pp.size() > 1:
         torch.distributed.broadcast(out, groups.last_stage, group=groups.pp)
@@ -97,25 +96,21 @@ def train(
     """
     groups = current_groups()
     _check_counts(len(micro), groups, model)
-    prepared = [_prepare(m, temperature) for m in micro]
+    prepared = [_prepare(m, model) for m in micro]
     optimizer.zero_grad()
-    sums = _run(model, prepared, partial(_loss, loss_fn), forward_only=False)
+    sums = _run(model, prepared, partial(_loss, loss_fn), temperature, forward_only=False)
     step = optimizer.step()
     if gather_params:
         optimizer.wait_params()
     return TrainStats(grad_norm=step.grad_norm, ok=step.ok, lr=step.lr, sums=_add_up(sums, groups))
 
 
-def _prepare(micro: MicroBatch, temperature: float) -> _Prepared:
-    assert temperature > 0, f"log-probabilities need a temperature above 0, got {temperature}"
+def _prepare(micro: MicroBatch, model: TrainModel) -> _Prepared:
+    multiple = model.layout.tp if model.config.sequence_parallel else 1
     trained = micro.mask.nonzero().squeeze(1)
-    starts = micro.cu_seqlens[:-1].long()
-    starts = starts[starts < len(micro.mask)]
-    assert not micro.mask[starts].any(), "the first token of a sequence cannot be trained"
     return _Prepared(
-        tokens=micro.tokens[None],
-        packed=pack_sequences(micro.cu_seqlens),
-        targets=Targets(rows=trained - 1, tokens=micro.tokens[trained], temperature=temperature),
+        stream=keep_whole(micro) if has_transformer_engine() else fold(micro, multiple),
+        trained=trained,
         columns={name: column[trained] for name, column in micro.columns.items()},
     )
 
@@ -124,14 +119,17 @@ def _run(
     model: TrainModel,
     prepared: Sequence[_Prepared],
     consume: Callable[[_Prepared, tuple[Tensor, Tensor]], tuple[Tensor, dict[str, Tensor]]],
+    temperature: float,
     *,
     forward_only: bool,
 ) -> list[dict[str, Tensor]]:
     """megatron's schedule; what ``consume`` returned per micro-batch on the last stage, else []."""
 
+    assert temperature > 0, f"log-probabilities need a temperature above 0, got {temperature}"
+
     def step(batches: Iterator[_Prepared], chunk: torch.nn.Module) -> tuple[Any, Any]:
         batch = next(batches)
-        output = chunk(batch.tokens, batch.packed, batch.targets)
+        output = chunk(batch.stream, temperature)
 
         def finish(output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             loss, kept = consume(batch, output)
@@ -145,7 +143,9 @@ def _run(
         data_iterator=[iter(prepared) for _ in model.chunks],
         model=list(model.chunks),
         num_microbatches=len(prepared),
-        seq_length=prepared[0].tokens.shape[1],  # of no effect: lengths travel with the tensors
+        seq_length=prepared[0].stream.tokens.shape[
+            1
+        ],  # of no effect: lengths travel with the tensors
         micro_batch_size=1,
         forward_only=forward_only,
     )

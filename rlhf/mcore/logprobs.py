@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhf.mcore.weight_grad import WeightGradient, add_product
+
 
 @dataclass(frozen=True, slots=True)
 class HeadSettings:
@@ -36,13 +38,14 @@ class HeadSettings:
 
 
 def linear_logprobs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, settings: HeadSettings
+    hidden: Tensor, weight: Tensor, source: Tensor, targets: Tensor, settings: HeadSettings
 ) -> tuple[Tensor, Tensor]:
-    """log softmax(hidden @ weight.T / temperature)[target], and the entropy of that distribution.
+    """log softmax(hidden[source] @ weight.T / temperature)[target], and the entropy of it.
 
     Args:
-        hidden: [n, h], equal on all ranks of the TP group.
+        hidden: [u, h], equal on all ranks of the TP group.
         weight: [V / tp, h], this rank's rows, padding at the end.
+        source: [n] int64, the row of ``hidden`` for each target; rows may serve many.
         targets: [n] int64 token ids.
         settings: see :class:`HeadSettings`.
 
@@ -50,9 +53,9 @@ def linear_logprobs(
         logprobs [n] and entropy [n], float32, equal on all ranks of the group, with gradient.
         n may be 0: the weight then gets a gradient of zeros, so that its hooks fire.
 
-    Collectives over ``settings.group``: two all-reduces of [n] forward, one of [n, h] backward.
+    Collectives over ``settings.group``: two small all-reduces forward, one of [u, h] backward.
     """
-    logprobs, entropy = LinearLogprobs.apply(hidden, weight, targets, settings)
+    logprobs, entropy = LinearLogprobs.apply(hidden, weight, source, targets, settings)
     return logprobs, entropy
 
 
@@ -65,40 +68,55 @@ class LinearLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, settings: HeadSettings
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        source: Tensor,
+        targets: Tensor,
+        settings: HeadSettings,
     ) -> tuple[Tensor, Tensor]:
-        sums = _RunningSums(hidden)
-        for block in _blocks(hidden, weight, targets, settings):
+        head = _Head(hidden, weight, source, targets, settings)
+        sums = _RunningSums(head)
+        for block in head.blocks():
             sums.add(block)
-        log_sum, logprobs, entropy = sums.finish(settings.group)
+        log_sum, logprobs, entropy = sums.finish()
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden, weight, targets, log_sum, entropy)
+        ctx.save_for_backward(hidden, weight, source, targets, log_sum, entropy)
         ctx.settings = settings
-        return logprobs, entropy
+        ctx.parameter = weight  # saved tensors lose the gradient buffer that hangs on it
+        return logprobs, entropy[source]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, log_sum, entropy = ctx.saved_tensors
+        hidden, weight, source, targets, log_sum, entropy = ctx.saved_tensors
         settings: HeadSettings = ctx.settings
-        grad_logprobs = torch.zeros_like(log_sum) if grads[0] is None else grads[0]
+        head = _Head(hidden, weight, source, targets, settings)
+        grad_logprobs = targets.new_zeros(len(targets), dtype=torch.float32)
+        if grads[0] is not None:
+            grad_logprobs += grads[0]
+        # rows serve several targets: their gradients add up
+        row_grad = torch.zeros_like(log_sum).index_add_(0, source, grad_logprobs)
+        row_grad_entropy = None
+        if grads[1] is not None:
+            row_grad_entropy = torch.zeros_like(log_sum).index_add_(0, source, grads[1])
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
-        grad_weight = None
-        if ctx.needs_input_grad[1]:
-            grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        for block in _blocks(hidden, weight, targets, settings):
+        grad_weight = WeightGradient(ctx.parameter) if ctx.needs_input_grad[1] else None
+        for block in head.blocks():
             rows = block.rows
-            grad_entropy = None if grads[1] is None else grads[1][rows, None]
+            to_rows = None if row_grad_entropy is None else row_grad_entropy[rows, None]
             grad = _grad_logits(
-                block, log_sum[rows, None], entropy[rows, None], grad_logprobs[rows], grad_entropy
+                block, log_sum[rows, None], entropy[rows, None], row_grad[rows, None], to_rows
             )
-            _add_product(grad_hidden[rows], grad, block.weight)
+            block.add_at_targets(grad, grad_logprobs)
+            if settings.temperature != 1.0:
+                grad.div_(settings.temperature)
+            add_product(grad_hidden[rows], grad, block.weight)
             if grad_weight is not None:
-                _add_product(grad_weight[block.columns], grad.t(), block.hidden)
+                add_product(grad_weight.sum[block.columns], grad.t(), block.hidden)
         if settings.group is not None and len(hidden):
             torch.distributed.all_reduce(grad_hidden, group=settings.group)
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(weight.dtype)
-        return grad_hidden.to(hidden.dtype), grad_weight, None, None
+        to_autograd = None if grad_weight is None else grad_weight.finish()
+        return grad_hidden.to(hidden.dtype), to_autograd, None, None, None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,72 +127,101 @@ class _Block:
     columns: slice  # of the local weight
     hidden: Tensor  # [r, h]
     weight: Tensor  # [c, h]
-    hits: Tensor  # [k] rows of the block whose target is one of its columns
-    hit_columns: Tensor  # [k] the columns of these targets, relative to the block
+    target_row: Tensor  # [n] row in the block, any number outside if not here
+    target_column: Tensor  # [n] likewise
+    target_here: Tensor  # [n] bool
     logits: Tensor  # [r, c] float32, divided by the temperature; free to overwrite
     scratch: Tensor  # [r, c] float32, undefined
-    temperature: float
+
+    def take_targets(self, known: Tensor) -> Tensor:
+        """[n]: the logits of targets in this block, ``known`` for all others."""
+        inside = self.logits[self.target_row, self.target_column]
+        return torch.where(self.target_here, inside, known)
+
+    def add_at_targets(self, grad: Tensor, values: Tensor) -> None:
+        """Add ``values`` [n] to ``grad`` [r, c] where targets are."""
+        values = torch.where(self.target_here, values, 0.0)
+        grad.index_put_((self.target_row, self.target_column), values, accumulate=True)
 
 
-def _blocks(
-    hidden: Tensor, weight: Tensor, targets: Tensor, settings: HeadSettings
-) -> Iterator[_Block]:
-    """All blocks, columns outside, rows inside; ``logits`` and ``scratch`` are reused memory."""
-    num_rows = len(hidden)
-    dtype = torch.float32 if settings.fp32 else weight.dtype
-    hidden = hidden.to(dtype)
-    chunk_rows = min(settings.chunk_rows, num_rows)
-    block_columns = min(settings.block_columns, settings.num_columns)
-    memory = hidden.new_empty((2, chunk_rows * block_columns), dtype=torch.float32)
-    for start in range(0, settings.num_columns if num_rows else 0, settings.block_columns):
-        columns = slice(start, min(start + settings.block_columns, settings.num_columns))
-        block_weight = weight[columns].to(dtype)
-        local = targets - (settings.first_column + start)
-        for first in range(0, num_rows, chunk_rows):
-            rows = slice(first, min(first + chunk_rows, num_rows))
-            shape = (rows.stop - rows.start, columns.stop - columns.start)
-            logits, scratch = (part[: shape[0] * shape[1]].view(shape) for part in memory)
-            if dtype == torch.float32:
-                torch.mm(hidden[rows], block_weight.t(), out=logits)
-            else:
-                logits.copy_(hidden[rows] @ block_weight.t())
-            if settings.temperature != 1.0:
-                logits.div_(settings.temperature)
-            column = local[rows]
-            hits = ((column >= 0) & (column < shape[1])).nonzero().squeeze(1)
-            yield _Block(
-                rows=rows,
-                columns=columns,
-                hidden=hidden[rows],
-                weight=block_weight,
-                hits=hits,
-                hit_columns=column[hits],
-                logits=logits,
-                scratch=scratch,
-                temperature=settings.temperature,
-            )
+class _Head:
+    """Hidden states, weight and targets, and the walk over them."""
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        source: Tensor,
+        targets: Tensor,
+        settings: HeadSettings,
+    ) -> None:
+        self.dtype = torch.float32 if settings.fp32 else weight.dtype
+        self.hidden = hidden.to(self.dtype)
+        self.weight = weight
+        self.source = source
+        self.targets = targets
+        self.settings = settings
+
+    def blocks(self) -> Iterator[_Block]:
+        """All blocks, columns outside, rows inside; a block's memory is reused by the next."""
+        how, num_rows = self.settings, len(self.hidden)
+        chunk_rows = min(how.chunk_rows, num_rows)
+        size = chunk_rows * min(how.block_columns, how.num_columns)
+        memory = self.hidden.new_empty((2, size), dtype=torch.float32)
+        for start in range(0, how.num_columns if num_rows else 0, how.block_columns):
+            columns = slice(start, min(start + how.block_columns, how.num_columns))
+            weight = self.weight[columns].to(self.dtype)
+            for first in range(0, num_rows, chunk_rows):
+                rows = slice(first, min(first + chunk_rows, num_rows))
+                yield self._block(rows, columns, weight, memory)
+
+    def _block(self, rows: slice, columns: slice, weight: Tensor, memory: Tensor) -> _Block:
+        shape = (rows.stop - rows.start, columns.stop - columns.start)
+        logits, scratch = (part[: shape[0] * shape[1]].view(shape) for part in memory)
+        hidden = self.hidden[rows]
+        if self.dtype == torch.float32:
+            torch.mm(hidden, weight.t(), out=logits)
+        else:
+            logits.copy_(hidden @ weight.t())
+        if self.settings.temperature != 1.0:
+            logits.div_(self.settings.temperature)
+        row = self.source - rows.start
+        column = self.targets - (self.settings.first_column + columns.start)
+        here = (row >= 0) & (row < shape[0]) & (column >= 0) & (column < shape[1])
+        return _Block(
+            rows=rows,
+            columns=columns,
+            hidden=hidden,
+            weight=weight,
+            target_row=row.clamp(0, shape[0] - 1),
+            target_column=column.clamp(0, shape[1] - 1),
+            target_here=here,
+            logits=logits,
+            scratch=scratch,
+        )
 
 
 class _RunningSums:
     """Softmax statistics per row over the blocks seen so far.
 
     With m the maximum logit: ``total`` = sum exp(z - m), ``weighted`` = sum (z - m) exp(z - m),
-    ``target`` = the target's logit, 0 until its block was seen.
+    ``target`` = each target's logit, 0 until its block was seen.
     """
 
-    def __init__(self, hidden: Tensor) -> None:
-        options: dict[str, Any] = {"dtype": torch.float32, "device": hidden.device}
-        num_rows = len(hidden)
+    def __init__(self, head: _Head) -> None:
+        options: dict[str, Any] = {"dtype": torch.float32, "device": head.hidden.device}
+        num_rows = len(head.hidden)
         # Finite, so that "no block yet" needs no case of its own: 0 * lowest is 0, not NaN.
         self.maximum = torch.full((num_rows,), torch.finfo(torch.float32).min, **options)
         self.total = torch.zeros(num_rows, **options)
         self.weighted = torch.zeros(num_rows, **options)
-        self.target = torch.zeros(num_rows, **options)
+        self.target = torch.zeros(len(head.targets), **options)
+        self._head = head
 
     def add(self, block: _Block) -> None:
         """Overwrites the block's memory."""
         rows, logits = block.rows, block.logits
-        self.target[rows].index_copy_(0, block.hits, logits[block.hits, block.hit_columns])
+        self.target = block.take_targets(self.target)
         self._raise_maximum(rows, torch.maximum(self.maximum[rows], logits.amax(1)))
         shifted = logits.sub_(self.maximum[rows, None])
         weights = torch.exp(shifted, out=block.scratch)
@@ -188,42 +235,36 @@ class _RunningSums:
         self.total[rows] *= factor
         self.maximum[rows] = maximum
 
-    def finish(self, group: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """(log sum exp z [n], logprobs [n], entropy [n]) over the columns of all ranks."""
-        if group is not None and len(self.maximum):
+    def finish(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(log sum exp z [u], logprobs [n], entropy [u]) over the columns of all ranks."""
+        group = self._head.settings.group
+        num_rows = len(self.maximum)
+        if group is not None and num_rows:
             maximum = self.maximum.clone()
             torch.distributed.all_reduce(maximum, op=torch.distributed.ReduceOp.MAX, group=group)
             self._raise_maximum(slice(None), maximum)
-            sums = torch.stack([self.total, self.weighted, self.target])
+            sums = torch.cat([self.total, self.weighted, self.target])
             torch.distributed.all_reduce(sums, group=group)
-            self.total, self.weighted, self.target = sums.unbind()
+            self.total, self.weighted, self.target = sums.split(
+                [num_rows, num_rows, len(self.target)]
+            )
         log_total = self.total.log()
         log_sum = self.maximum + log_total
-        return log_sum, self.target - log_sum, log_total - self.weighted / self.total
+        entropy = log_total - self.weighted / self.total
+        return log_sum, self.target - log_sum[self._head.source], entropy
 
 
 def _grad_logits(
     block: _Block,
     log_sum: Tensor,
     entropy: Tensor,
-    grad_logprobs: Tensor,
-    grad_entropy: Tensor | None,
+    row_grad: Tensor,
+    row_grad_entropy: Tensor | None,
 ) -> Tensor:
-    """[r, c] gradient of the undivided logits, in the block's memory. Others are [r, 1] or [r]."""
+    """[r, c] gradient of z without the targets' own term, in the block's memory; others [r, 1]."""
     log_p = block.logits.sub_(log_sum)
     grad = torch.exp(log_p, out=block.scratch)
-    if grad_entropy is None:
-        grad.mul_(-grad_logprobs[:, None])
-    else:
-        constant = torch.addcmul(grad_logprobs[:, None], grad_entropy, entropy)
-        grad.mul_(log_p.mul_(grad_entropy).add_(constant).neg_())
-    grad[block.hits, block.hit_columns] += grad_logprobs[block.hits]
-    return grad.div_(block.temperature) if block.temperature != 1.0 else grad
-
-
-def _add_product(target: Tensor, left: Tensor, right: Tensor) -> None:
-    """target += left @ right, the product in ``right``'s dtype; ``target`` is a float32 view."""
-    if right.dtype == torch.float32:
-        target.addmm_(left, right)
-    else:
-        target.add_(left.to(right.dtype) @ right)
+    if row_grad_entropy is None:
+        return grad.mul_(-row_grad)
+    constant = torch.addcmul(row_grad, row_grad_entropy, entropy)
+    return grad.mul_(log_p.mul_(row_grad_entropy).add_(constant).neg_())

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,103 +15,72 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from rlhf.config.schema import ModelSection, TrainSection
 from rlhf.dist.layout import TrainLayout
 from rlhf.mcore.config import transformer_config
-from rlhf.mcore.logprobs import HeadSettings, linear_logprobs
+from rlhf.mcore.core_attention import PackedSequences
 from rlhf.mcore.spec import decoder_spec
+from rlhf.mcore.stream import Stream
+from rlhf.mcore.vocabulary import LogprobHead, TokenEmbedding
 from rlhf.weights.families import padded_vocab
 from rlhf.weights.model_shape import Llama3Rope, ModelShape
-
-
-@dataclass(frozen=True, slots=True)
-class Targets:
-    """Which hidden states are scored against which tokens."""
-
-    rows: Tensor  # [n] int64, packed index of the hidden state: one before the token
-    tokens: Tensor  # [n] int64
-    temperature: float
-
-
-class LogprobHead(torch.nn.Module):
-    """The output layer: hidden states of the last stage to log-probabilities and entropy.
-
-    Takes over the weight of megatron's output layer, so its name stays ``output_layer.weight``;
-    tied to the embedding of the same stage it has no weight of its own.
-    """
-
-    def __init__(
-        self, linear: ColumnParallelLinear, vocab_size: int, model: ModelSection, chunk_rows: int
-    ) -> None:
-        super().__init__()
-        self.register_parameter("weight", linear.weight)
-        self.tp_group = linear.tp_group
-        self.sequence_parallel = linear.sequence_parallel
-        rows = linear.output_size_per_partition
-        first = self.tp_group.rank() * rows
-        self._settings = partial(
-            HeadSettings,
-            first_column=first,
-            num_columns=max(0, min(rows, vocab_size - first)),
-            chunk_rows=chunk_rows,
-            fp32=model.fp32_head,
-            group=self.tp_group if self.tp_group.size() > 1 else None,
-        )
-
-    def forward(
-        self, hidden: Tensor, targets: Targets, weight: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """hidden [T or T / tp, 1, h] to (logprobs [n], entropy [n]), float32.
-
-        Collectives over TP: those of :func:`linear_logprobs`, and under sequence parallelism a
-        gather of the hidden states.
-        """
-        if self.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(
-                hidden, tensor_parallel_output_grad=False, group=self.tp_group
-            )
-        rows = hidden.squeeze(1).index_select(0, targets.rows)
-        settings = self._settings(temperature=targets.temperature)
-        return linear_logprobs(
-            rows, self.weight if weight is None else weight, targets.tokens, settings
-        )
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
-    ) -> dict[str, Any]:
-        """Cut over TP along the vocabulary, as megatron's output layer."""
-        state = self.state_dict(prefix="", keep_vars=True)
-        return make_sharded_tensors_for_checkpoint(
-            state,
-            prefix,
-            {"weight": 0},
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=metadata["dp_cp_group"] if metadata else None,
-        )
 
 
 class Decoder(GPTModel):
     """One pipeline chunk: embedding (first stage), layers, norm and head (last stage)."""
 
-    def forward(  # type: ignore[override]
-        self, tokens: Tensor, packed: PackedSeqParams, targets: Targets
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """tokens [1, T] to hidden states [T or T / tp, 1, h], or on the last stage the head's pair.
+    def __init__(
+        self,
+        config: TransformerConfig,
+        shape: ModelShape,
+        layout: TrainLayout,
+        train: TrainSection,
+        *,
+        fp32_head: bool,
+        chunk: int | None,
+    ) -> None:
+        """``chunk``: number of the virtual chunk, None without virtual stages."""
+        super().__init__(
+            config,
+            decoder_spec(config, chunk),
+            vocab_size=padded_vocab(shape, layout.tp),
+            max_sequence_length=shape.max_position,
+            pre_process=parallel_state.is_pipeline_first_stage(False, chunk),
+            post_process=parallel_state.is_pipeline_last_stage(False, chunk),
+            parallel_output=True,
+            share_embeddings_and_output_weights=shape.tied_embeddings,
+            position_embedding_type="rope",
+            rotary_base=shape.rope_theta,
+            vp_stage=chunk,
+        )
+        if self.pre_process:
+            self.embedding.word_embeddings = TokenEmbedding(self.embedding.word_embeddings)
+        if self.post_process:
+            self.output_layer = LogprobHead(
+                self.output_layer, shape.vocab_size, train.logprob_chunk_tokens, fp32_head
+            )
+        if shape.rope_scaling is not None:
+            rope = self.rotary_pos_emb
+            rope.inv_freq = scale_rope(rope.inv_freq, shape.rope_scaling)
 
-        The input of later stages is what megatron's schedule received. Positions restart with each
-        sequence of ``packed``; no attention mask exists.
+    def forward(  # type: ignore[override]
+        self, stream: Stream, temperature: float
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Hidden states [S or S / tp, 1, h], on the last stage (logprobs [n], entropy [n]).
+
+        Stages after the first take the hidden states that megatron's schedule received. No
+        attention mask exists.
         """
-        hidden, rope, *_ = self._preprocess(tokens, None, packed_seq_params=packed)
+        packed, rope = stream.packed, None
+        if isinstance(packed, PackedSequences):
+            packed = replace(packed, rotation=self._rotation(packed.positions))
+        else:
+            rope = self.rotary_pos_emb(packed.max_seqlen_q, packed_seq=True)
         hidden = self.decoder(
-            hidden_states=hidden,
+            hidden_states=self.embedding(stream.tokens, None) if self.pre_process else None,
             attention_mask=None,
             rotary_pos_emb=rope,
             packed_seq_params=packed,
@@ -121,7 +89,13 @@ class Decoder(GPTModel):
             return hidden
         shared = self.share_embeddings_and_output_weights and self.pre_process
         weight = self.embedding.word_embeddings.weight if shared else None
-        return self.output_layer(hidden, targets, weight)
+        return self.output_layer(hidden, stream, temperature, weight)
+
+    def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine [S, 1, d / 2] in the dtype of the queries."""
+        angles = (positions.float()[:, None] * self.rotary_pos_emb.inv_freq)[:, None]
+        dtype = self.config.params_dtype
+        return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 @dataclass(frozen=True)
@@ -156,8 +130,8 @@ def build_model(
     """
     config = transformer_config(shape, layout, model, train)
     decoders = [
-        _build_chunk(config, shape, layout, model, train, chunk if layout.vpp > 1 else None)
-        for chunk in range(layout.vpp)
+        Decoder(config, shape, layout, train, fp32_head=model.fp32_head, chunk=chunk)
+        for chunk in (range(layout.vpp) if layout.vpp > 1 else [None])
     ]
     chunks: list[torch.nn.Module] = list(decoders)
     if trainable:
@@ -171,37 +145,6 @@ def build_model(
         for name, parameter in decoder.named_parameters()
     }
     return TrainModel(config=config, layout=layout, chunks=chunks, decoders=decoders, params=params)
-
-
-def _build_chunk(
-    config: TransformerConfig,
-    shape: ModelShape,
-    layout: TrainLayout,
-    model: ModelSection,
-    train: TrainSection,
-    chunk: int | None,
-) -> Decoder:
-    decoder = Decoder(
-        config,
-        decoder_spec(config, chunk),
-        vocab_size=padded_vocab(shape, layout.tp),
-        max_sequence_length=shape.max_position,
-        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),
-        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk),
-        parallel_output=True,
-        share_embeddings_and_output_weights=shape.tied_embeddings,
-        position_embedding_type="rope",
-        rotary_base=shape.rope_theta,
-        vp_stage=chunk,
-    )
-    if decoder.post_process:
-        decoder.output_layer = LogprobHead(
-            decoder.output_layer, shape.vocab_size, model, train.logprob_chunk_tokens
-        )
-    if shape.rope_scaling is not None:
-        rope = decoder.rotary_pos_emb
-        rope.inv_freq = scale_rope(rope.inv_freq, shape.rope_scaling)
-    return decoder
 
 
 def _wrap(

@@ -10,7 +10,6 @@ import importlib.util
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -27,6 +26,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 
 from rlhf.mcore.core_attention import SDPACoreAttention
+from rlhf.mcore.kernels import RMSNormFunction, SwiGLUFunction
 
 
 def has_transformer_engine() -> bool:
@@ -50,7 +50,11 @@ def decoder_spec(config: TransformerConfig, vp_stage: int | None) -> Transformer
     )
     mlp = ModuleSpec(
         module=MLP,
-        submodules=MLPSubmodules(linear_fc1=parts["norm_column"], linear_fc2=parts["row"]),
+        submodules=MLPSubmodules(
+            linear_fc1=parts["norm_column"],
+            linear_fc2=parts["row"],
+            activation_func=parts["activation"],
+        ),
     )
     layer = ModuleSpec(
         module=TransformerLayer,
@@ -74,6 +78,7 @@ def _transformer_engine_parts() -> dict[str, Any]:
         "norm_column": provider.column_parallel_layer_norm_linear(),
         "row": provider.row_parallel_linear(),
         "core_attention": provider.core_attention(),
+        "activation": None,
     }
 
 
@@ -83,6 +88,7 @@ def _torch_parts() -> dict[str, Any]:
         "norm_column": NormColumnParallelLinear,
         "row": RowParallelLinear,
         "core_attention": SDPACoreAttention,
+        "activation": SwiGLU,
     }
 
 
@@ -106,7 +112,21 @@ class RMSNorm(torch.nn.Module):
         self.weight = _norm_weight(config, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return RMSNormFunction.apply(x, self.weight, self.eps)
+
+
+class SwiGLU(torch.nn.Module):
+    """Gated activation: first half gate, second half up; no parameters."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return SwiGLUFunction.apply(x)
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Nothing to save; megatron's MLP asks each of its modules."""
+        return {}
 
 
 class NormColumnParallelLinear(ColumnParallelLinear):
@@ -144,5 +164,5 @@ class NormColumnParallelLinear(ColumnParallelLinear):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         eps = self.config.layernorm_epsilon
-        normed = F.rms_norm(x, self.layer_norm_weight.shape, self.layer_norm_weight, eps)
+        normed = RMSNormFunction.apply(x, self.layer_norm_weight, eps)
         return super().forward(normed, *args, **kwargs)

@@ -50,20 +50,27 @@ class Outcome:
     grads: dict[str, list[tuple[int, np.ndarray]]]
 
 
-def sequences(vocab: int, count: int = 12, seed: int = 0) -> list[dict[str, torch.Tensor]]:
-    """Random sequences of 5 to 40 tokens; the tail of each is trained."""
+def sequences(vocab: int, seed: int = 0) -> list[dict[str, torch.Tensor]]:
+    """Twelve random sequences of up to 40 tokens, some of one prompt; the tail of each is trained.
+
+    The third equals the second, and the fourth is a beginning of it.
+    """
     generator = torch.Generator().manual_seed(seed)
+
+    def draw(count: int) -> torch.Tensor:
+        return torch.randint(3, vocab, (count,), generator=generator)
+
     out = []
-    for _ in range(count):
-        length = int(torch.randint(5, 41, (), generator=generator))
-        prompt = int(torch.randint(1, length, (), generator=generator))
-        out.append(
-            {
-                "tokens": torch.randint(3, vocab, (length,), generator=generator),
-                "mask": torch.arange(length) >= prompt,
-                "advantages": torch.randn(length, generator=generator),
-            }
-        )
+    for samples in (5, 3, 1, 1, 1, 1):
+        prompt = draw(int(torch.randint(1, 21, (), generator=generator)))
+        for _ in range(samples):
+            answer = draw(int(torch.randint(3, 20, (), generator=generator)))
+            tokens = torch.cat([prompt, answer])
+            out.append({"tokens": tokens, "mask": torch.arange(len(tokens)) >= len(prompt)})
+    out[2] = dict(out[1])
+    out[3] = {key: value[:-2] for key, value in out[1].items()}
+    for row in out:
+        row["advantages"] = torch.randn(len(row["tokens"]), generator=generator)
     return out
 
 

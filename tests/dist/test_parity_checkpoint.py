@@ -35,7 +35,7 @@ VPP2 = Case("vpp2", {"pp": 2, "vpp": 2})
 DP2 = Case("dp2", {"overlap": True})
 TP2_BF16 = Case("tp2 bf16", {"tp": 2}, dtype="bfloat16")
 PP2_BF16 = Case("pp2 bf16", {"pp": 2}, dtype="bfloat16")
-MOVES = [(TP2, PP2), (PP2, TP2), (PP2, DP2), (VPP2, DP2), (DP2, VPP2), (TP2_BF16, PP2_BF16)]
+MOVES = [(TP2, PP2), (PP2, DP2), (VPP2, TP2), (DP2, VPP2), (TP2_BF16, PP2_BF16)]
 
 
 class _Run:

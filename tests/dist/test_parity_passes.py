@@ -180,7 +180,9 @@ def vocabulary_parallel_head(rank, world, folder):
         fp32=True,
         group=torch.distributed.group.WORLD,
     )
-    logprobs, entropy = linear_logprobs(hidden, local, targets, settings)
+    logprobs, entropy = linear_logprobs(
+        hidden, local, torch.arange(len(targets)), targets, settings
+    )
     torch.autograd.backward([logprobs, entropy], list(grads))
     parts = (logprobs.detach(), entropy.detach(), hidden.grad, local.grad)
     return [part.numpy() for part in parts]

@@ -12,9 +12,14 @@ from rlhf.mcore.logprobs import HeadSettings, linear_logprobs
 TOLERANCE = 1e-5
 
 
-def naive(hidden, weight, targets, temperature):
+def naive(hidden, weight, targets, temperature, source=None):
     log_p = (hidden @ weight.T / temperature).log_softmax(-1)
+    log_p = log_p if source is None else log_p[source]
     return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(1)
+
+
+def one_each(hidden, weight, targets, how):
+    return linear_logprobs(hidden, weight, torch.arange(len(targets)), targets, how)
 
 
 def _settings(vocab, chunk_rows=16, temperature=1.0, fp32=True, block_columns=32):
@@ -43,6 +48,7 @@ def _relative(got, expected):
 @settings(max_examples=25, deadline=None)
 @given(
     rows=st.integers(1, 40),
+    num_targets=st.integers(0, 60),
     vocab=st.integers(2, 70),
     chunk_rows=st.integers(1, 50),
     padding=st.integers(0, 5),
@@ -50,19 +56,21 @@ def _relative(got, expected):
     block=st.integers(1, 80),
 )
 def test_values_and_gradients_equal_the_naive_form(
-    rows, vocab, chunk_rows, padding, temperature, block
+    rows, num_targets, vocab, chunk_rows, padding, temperature, block
 ):
-    hidden, weight, targets, grads = _inputs(rows, vocab, padding=padding)
+    hidden, weight, *_ = _inputs(rows, vocab, padding=padding)
+    _, _, targets, grads = _inputs(num_targets, vocab, seed=1)
+    source = torch.randint(0, rows, (num_targets,), generator=torch.Generator().manual_seed(2))
     h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     how = _settings(vocab, chunk_rows, temperature, block_columns=block)
-    got = linear_logprobs(h, w, targets, how)
+    got = linear_logprobs(h, w, source, targets, how)
     torch.autograd.backward(list(got), list(grads))
     h64 = hidden.double().requires_grad_()
     w64 = weight.double()[:vocab].requires_grad_()
-    expected = naive(h64, w64, targets, temperature)
+    expected = naive(h64, w64, targets, temperature, source)
     torch.autograd.backward(list(expected), list(grads.double()))
     for a, b in zip(got, expected, strict=True):
-        assert float((a - b).detach().abs().max()) <= TOLERANCE
+        torch.testing.assert_close(a.detach().double(), b.detach(), rtol=0, atol=TOLERANCE)
     assert _relative(h.grad, h64.grad) <= TOLERANCE
     assert _relative(w.grad[:vocab], w64.grad) <= TOLERANCE
     assert not w.grad[vocab:].any(), "padding rows have no gradient"
@@ -70,7 +78,7 @@ def test_values_and_gradients_equal_the_naive_form(
 
 def test_large_logits_neither_overflow_nor_lose_the_entropy():
     hidden, weight, targets, _ = _inputs(20, 50, scale=40.0)
-    logprobs, entropy = linear_logprobs(hidden, weight, targets, _settings(50))
+    logprobs, entropy = one_each(hidden, weight, targets, _settings(50))
     expected = naive(hidden.double(), weight.double(), targets, 1.0)
     assert bool(logprobs.isfinite().all())
     torch.testing.assert_close(logprobs.double(), expected[0], rtol=1e-5, atol=1e-4)
@@ -80,7 +88,7 @@ def test_large_logits_neither_overflow_nor_lose_the_entropy():
 def test_a_certain_distribution_has_no_entropy_and_no_gradient():
     hidden = torch.tensor([[1000.0]], requires_grad=True)
     weight = torch.tensor([[1.0], [0.0]], requires_grad=True)
-    logprobs, entropy = linear_logprobs(hidden, weight, torch.tensor([0]), _settings(2))
+    logprobs, entropy = one_each(hidden, weight, torch.tensor([0]), _settings(2))
     assert (logprobs.item(), entropy.item()) == (0.0, 0.0)
     (logprobs + entropy).sum().backward()
     assert not hidden.grad.any()
@@ -90,7 +98,7 @@ def test_a_certain_distribution_has_no_entropy_and_no_gradient():
 def test_no_rows_give_the_weight_a_gradient_of_zeros():
     hidden, weight, targets, _ = _inputs(0, 30)
     weight.requires_grad_()
-    logprobs, entropy = linear_logprobs(hidden, weight, targets, _settings(30))
+    logprobs, entropy = one_each(hidden, weight, targets, _settings(30))
     assert logprobs.shape == entropy.shape == (0,)
     (logprobs.sum() + entropy.sum()).backward()
     assert weight.grad is not None
@@ -100,7 +108,7 @@ def test_no_rows_give_the_weight_a_gradient_of_zeros():
 def test_entropy_alone_carries_gradient():
     hidden, weight, targets, _ = _inputs(7, 30)
     hidden.requires_grad_()
-    linear_logprobs(hidden, weight, targets, _settings(30))[1].sum().backward()
+    one_each(hidden, weight, targets, _settings(30))[1].sum().backward()
     h64 = hidden.detach().double().requires_grad_()
     naive(h64, weight.double(), targets, 1.0)[1].sum().backward()
     assert _relative(hidden.grad, h64.grad) <= TOLERANCE
@@ -111,7 +119,7 @@ def test_a_bfloat16_body_keeps_a_float32_head(fp32, tolerance):
     """With fp32 the products are exact to float32; without, they are rounded to bfloat16."""
     hidden, weight, targets, _ = _inputs(30, 60)
     hidden, weight = hidden.bfloat16(), weight.bfloat16()
-    got, _ = linear_logprobs(hidden, weight, targets, _settings(60, fp32=fp32))
+    got, _ = one_each(hidden, weight, targets, _settings(60, fp32=fp32))
     expected, _ = naive(hidden.double(), weight.double(), targets, 1.0)
     error = float((got - expected).abs().max())
     assert error <= tolerance
@@ -122,6 +130,6 @@ def test_a_bfloat16_body_keeps_a_float32_head(fp32, tolerance):
 def test_the_frozen_weight_gets_no_gradient():
     hidden, weight, targets, _ = _inputs(5, 30)
     hidden.requires_grad_()
-    linear_logprobs(hidden, weight, targets, _settings(30))[0].sum().backward()
+    one_each(hidden, weight, targets, _settings(30))[0].sum().backward()
     assert hidden.grad is not None
     assert weight.grad is None

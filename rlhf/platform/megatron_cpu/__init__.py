@@ -25,12 +25,13 @@ def install() -> bool:
     if torch.cuda.is_available():
         return False
     runtime.quiet_warnings()
-    from rlhf.platform.megatron_cpu import adam, collectives, rng
+    from rlhf.platform.megatron_cpu import adam, collectives, rng, weight_gradient
 
     runtime.disable_compilation()
     runtime.replace_literal_cuda()
     runtime.replace_cuda_calls()
     rng.replace_cuda_generator()
     adam.accept_cpu_tensor_types()
+    weight_gradient.provide_fused_weight_gradient()
     collectives.complete_gloo()
     return True
