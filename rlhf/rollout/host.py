@@ -16,23 +16,17 @@ import os
 import sys
 import time
 import traceback
-from dataclasses import dataclass
 from typing import NoReturn
 
 from rlhf.rollout.engine import EngineSpec
-from rlhf.rollout.lifeline import die_with_parent, hide_megatron, name_process, write_obituary
-
-EXIT_DIED = 70
-
-
-@dataclass(frozen=True, slots=True)
-class Links:
-    """Descriptors that tie a host to its rank."""
-
-    channel: int
-    obituary: int
-    rank: int
-    """pidfd of the rank."""
+from rlhf.rollout.lifeline import (
+    EXIT_DIED,
+    Links,
+    die_with_parent,
+    hide_megatron,
+    name_process,
+    write_obituary,
+)
 
 
 def serve(spec: EngineSpec, links: Links, *, fork: bool) -> NoReturn:

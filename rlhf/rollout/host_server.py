@@ -42,9 +42,8 @@ from rlhf.rollout.channel import (
     unframe,
 )
 from rlhf.rollout.engine import RESERVED_TOKENS, Completion, EngineInfo, EngineSpec
-from rlhf.rollout.host import EXIT_DIED, Links
 from rlhf.rollout.host_weights import EngineWeights
-from rlhf.rollout.lifeline import describe_exit, peek_exit, write_obituary
+from rlhf.rollout.lifeline import EXIT_DIED, Links, describe_exit, peek_exit, write_obituary
 from rlhf.rollout.sglang_engine import sampling_params
 from rlhf.types import Status
 

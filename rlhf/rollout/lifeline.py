@@ -16,9 +16,11 @@ import signal
 import sys
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
+EXIT_DIED = 70  # of a host that ends because its engine did
 LINE_BYTES = 4000  # below PIPE_BUF: one write is one piece
 
 _DROPPED = frozenset(
@@ -55,6 +57,16 @@ _CPU_SETTINGS = {
     "GOMP_SPINCOUNT": "0",
     "TORCH_COMPILE_DISABLE": "1",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """Descriptors that tie a host to its rank."""
+
+    channel: int
+    obituary: int
+    rank: int
+    """pidfd of the rank."""
 
 
 def engine_environment(environ: Mapping[str, str], device: str) -> dict[str, str]:

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from rlhf.rollout.lifeline import (
+    Links,
     die_with_parent,
     engine_environment,
     hide_megatron,
@@ -59,6 +60,7 @@ def node_address(environ: Mapping[str, str]) -> str:
     """A name that all ranks of one launch on one node share, and no other launch."""
     parts = (
         os.getuid(),
+        os.stat("/proc/self/ns/pid").st_ino,  # containers may share a network but not their pids
         os.getppid(),
         environ.get("MASTER_PORT", ""),
         environ.get("TORCHELASTIC_RESTART_COUNT", ""),
@@ -274,7 +276,7 @@ class _Server:
         self, zygote_pid: int, spec_json: str, connection: socket.socket, fds: list[int]
     ) -> NoReturn:
         """In the fork: leave the zygote's descriptors and signals behind."""
-        from rlhf.rollout.host import Links, serve, spec_from_json
+        from rlhf.rollout.host import serve, spec_from_json
 
         channel, obituary, rank, out, err = fds
         signal.set_wakeup_fd(-1)
