@@ -35,7 +35,8 @@ def chunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Te
     settings = HeadSettings(
         temperature=1.0, first_column=0, num_columns=VOCABULARY, chunk_rows=1024, fp32=True
     )
-    return linear_logprobs(hidden, weight, targets, settings)
+    rows = torch.arange(len(hidden), device=hidden.device)
+    return linear_logprobs(hidden, weight, rows, targets, settings)
 
 
 FORMS: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]] = {

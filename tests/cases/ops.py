@@ -189,7 +189,8 @@ def _logprob(logits: list[float], token: int, temperature: float, num_columns: i
         temperature=temperature, first_column=0, num_columns=num_columns, chunk_rows=1, fp32=True
     )
     weight = torch.tensor(logits)[:, None]
-    out, _ = linear_logprobs(torch.ones(1, 1), weight, torch.tensor([token]), settings)
+    row, target = torch.tensor([0]), torch.tensor([token])
+    out, _ = linear_logprobs(torch.ones(1, 1), weight, row, target, settings)
     return float(out)
 
 
