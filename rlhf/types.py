@@ -36,7 +36,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import numpy as np
@@ -199,7 +199,7 @@ class Batch:
         Raises:
             ValueError: the column is unknown, was written before, or has another length.
         """
-        new = {}
+        new: dict[str, Any] = {}
         for name, value in columns.items():
             if name not in COLUMNS:
                 raise ValueError(f"unknown column {name!r}; columns are {', '.join(COLUMNS)}")
