@@ -1,14 +1,15 @@
-"""Causal attention over sequences that share beginnings, on torch's scaled_dot_product_attention.
+"""Causal attention over sequences that share beginnings.
 
 Used in place of transformer-engine's DotProductAttention when that is absent, on CPU and GPU.
-Sequences of similar length run as one batch; nothing of the size of an attention mask exists.
+Sequences of similar length run as one batch: short ones, on a CPU, as plain matrix products of the
+queries that are not shared; others by torch's scaled_dot_product_attention, without a mask.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,14 +34,17 @@ class Path:
 
 @dataclass(frozen=True, slots=True)
 class PathGroup:
-    """Sequences that run as one batch, each padded behind its end to the longest.
+    """Sequences that run as one batch, each padded behind its end by repeating its last row.
 
     Padding behind the end needs no mask: causal attention never looks there.
     """
 
-    rows: Tensor  # [num_paths * longest] int64, the row of each token; padding repeats the last
     num_paths: int
-    longest: int
+    keys: Tensor  # [num_paths * num_keys] int64, rows
+    num_keys: int
+    queries: Tensor  # [num_paths * num_queries] int64, rows; all of the keys or each path's own
+    num_queries: int
+    hidden: Tensor | None  # [num_paths, 1, num_queries, num_keys] bool, short groups only
 
 
 @dataclass
@@ -57,26 +61,27 @@ class PackedSequences(PackedSeqParams):
 
 
 def batch_paths(
-    paths: Sequence[Path], positions: Sequence[int], device: torch.device
+    paths: Sequence[Path], positions: Sequence[int], device: torch.device, short: int = 0
 ) -> PackedSequences:
     """Group ``paths`` by similar length; ``positions`` [S] of the rows in their sequences.
 
     A row on several paths takes its output from the first. Rows on no path (padding) get the output
-    of some other row; nothing may read them.
+    of some other row; nothing may read them. Groups of up to ``short`` rows per path run as plain
+    products.
     """
     groups: list[PathGroup] = []
     place = torch.zeros(len(positions), dtype=torch.long)
     base = 0
     for members in _similar_lengths(paths):
-        longest = len(members[-1].rows)
-        rows = torch.tensor([_padded(path.rows, longest) for path in members])
-        first = torch.tensor([[path.num_shared] for path in members])
-        stop = torch.tensor([[len(path.rows)] for path in members])
-        offset = torch.arange(longest)
-        own = (offset >= first) & (offset < stop)
-        place[rows[own]] = base + torch.arange(rows.numel()).view_as(rows)[own]
-        base += rows.numel()
-        groups.append(PathGroup(rows.flatten().to(device), len(members), longest))
+        group = _group(members, short)
+        queries = group.queries.view(group.num_paths, -1)
+        lengths = torch.tensor([[len(p.rows)] for p in members])
+        shared = torch.tensor([[p.num_shared] for p in members])
+        offset = torch.arange(group.num_queries) + (shared if group.hidden is not None else 0)
+        own = (offset >= shared) & (offset < lengths)
+        place[queries[own]] = base + torch.arange(queries.numel()).view_as(queries)[own]
+        base += queries.numel()
+        groups.append(_to(group, device))
     return PackedSequences(
         qkv_format="thd",
         groups=tuple(groups),
@@ -85,21 +90,49 @@ def batch_paths(
     )
 
 
+def _similar_lengths(paths: Sequence[Path]) -> list[list[Path]]:
+    """Groups that waste little when padded to their longest, which stands last.
+
+    Paths that share rows stand apart from those that do not: they have few queries.
+    """
+    groups: list[list[Path]] = []
+    for shares in (False, True):
+        limit = 0.0
+        some = [path for path in paths if (path.num_shared > 0) == shares]
+        for path in sorted(some, key=lambda p: len(p.rows)):
+            length = len(path.rows)
+            if length > limit:
+                groups.append([])
+                limit = max(length * _MAX_LENGTH_RATIO, length + _FREE_PADDING_TOKENS)
+            groups[-1].append(path)
+    return groups
+
+
+def _group(members: Sequence[Path], short: int) -> PathGroup:
+    num_keys = len(members[-1].rows)
+    keys = torch.tensor([_padded(path.rows, num_keys) for path in members])
+    if num_keys > short:
+        return PathGroup(len(members), keys.flatten(), num_keys, keys.flatten(), num_keys, None)
+    own = [path.rows[path.num_shared :] for path in members]
+    num_queries = max(map(len, own))
+    queries = torch.tensor([_padded(rows, num_queries) for rows in own])
+    shared = torch.tensor([path.num_shared for path in members])
+    at = shared[:, None] + torch.arange(num_queries)
+    hidden = torch.arange(num_keys) > at[:, None, :, None]
+    return PathGroup(len(members), keys.flatten(), num_keys, queries.flatten(), num_queries, hidden)
+
+
 def _padded(rows: Sequence[int], length: int) -> list[int]:
     return [*rows, *[rows[-1]] * (length - len(rows))]
 
 
-def _similar_lengths(paths: Sequence[Path]) -> list[list[Path]]:
-    """Groups that waste little when padded to their longest, which stands last."""
-    groups: list[list[Path]] = []
-    limit = 0.0
-    for path in sorted(paths, key=lambda p: len(p.rows)):
-        length = len(path.rows)
-        if not groups or length > limit:
-            groups.append([])
-            limit = max(length * _MAX_LENGTH_RATIO, length + _FREE_PADDING_TOKENS)
-        groups[-1].append(path)
-    return groups
+def _to(group: PathGroup, device: torch.device) -> PathGroup:
+    return replace(
+        group,
+        keys=group.keys.to(device),
+        queries=group.queries.to(device),
+        hidden=None if group.hidden is None else group.hidden.to(device),
+    )
 
 
 class SDPACoreAttention(MegatronModule):
@@ -149,13 +182,35 @@ class SDPACoreAttention(MegatronModule):
         return joined.index_select(0, packed.place).flatten(1)
 
     def _attend(self, group: PathGroup, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """[num_paths * longest, heads, d]"""
-        shape = (group.num_paths, group.longest)
-        q, k, v = (
-            x.index_select(0, group.rows).unflatten(0, shape).transpose(1, 2)
-            for x in (query, key, value)
+        """[num_paths * num_queries, heads, d]"""
+        q = query.index_select(0, group.queries).unflatten(0, (group.num_paths, -1))
+        k, v = (
+            x.index_select(0, group.keys).unflatten(0, (group.num_paths, -1)).transpose(1, 2)
+            for x in (key, value)
         )
+        if group.hidden is not None:
+            return self._plain(q, k, v, group.hidden)
+        if q.device.type == "cpu":  # the bfloat16 kernel's backward pass is many times slower
+            q, k, v = q.float(), k.float(), v.float()
         out = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
+            q.transpose(1, 2),
+            k,
+            v,
+            is_causal=True,
+            scale=self.scale,
+            enable_gqa=query.shape[1] != key.shape[1],
         )
-        return out.transpose(1, 2).flatten(0, 1)
+        return out.transpose(1, 2).flatten(0, 1).to(query.dtype)
+
+    def _plain(self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor) -> Tensor:
+        """query [p, q, heads, d], key and value [p, groups, k, d] to [p * q, heads, d]."""
+        num_paths, num_queries, heads, width = query.shape
+        groups = key.shape[1]
+        # the heads of a group are more queries of its keys
+        q = query.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4) * self.scale
+        scores = torch.bmm(q.reshape(num_paths * groups, -1, width), key.flatten(0, 1).mT)
+        scores = scores.view(num_paths, heads, num_queries, -1).masked_fill(hidden, -torch.inf)
+        weights = scores.softmax(-1).view(num_paths * groups, -1, scores.shape[-1])
+        out = torch.bmm(weights, value.flatten(0, 1))
+        out = out.view(num_paths, groups, -1, num_queries, width)
+        return out.permute(0, 3, 1, 2, 4).reshape(num_paths * num_queries, heads, width)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +21,10 @@ from rlhf.types import MicroBatch
 
 LossFn = Callable[[Tensor, Tensor, dict[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
 """(logprobs [n], entropy [n], columns [n]) -> (loss, sums to add up over all micro-batches)."""
+
+
+_SHORT = defaultdict(int, {("cpu", torch.float32): 64, ("cpu", torch.bfloat16): 256})
+"""Sequence length up to which plain products beat torch's attention kernel (measured)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +111,14 @@ def train(
 
 
 def _prepare(micro: MicroBatch, model: TrainModel) -> _Prepared:
-    multiple = model.layout.tp if model.config.sequence_parallel else 1
     trained = micro.mask.nonzero().squeeze(1)
-    return _Prepared(
-        stream=keep_whole(micro) if has_transformer_engine() else fold(micro, multiple),
-        trained=trained,
-        columns={name: column[trained] for name, column in micro.columns.items()},
-    )
+    if has_transformer_engine():
+        stream = keep_whole(micro)
+    else:
+        multiple = model.layout.tp if model.config.sequence_parallel else 1
+        stream = fold(micro, multiple, _SHORT[micro.tokens.device.type, model.config.params_dtype])
+    columns = {name: column[trained] for name, column in micro.columns.items()}
+    return _Prepared(stream, trained, columns)
 
 
 def _run(

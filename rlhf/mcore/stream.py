@@ -37,8 +37,10 @@ class Stream:
     targets: Tensor  # [n] int64, the trained tokens in their order
 
 
-def fold(micro: MicroBatch, multiple: int) -> Stream:
+def fold(micro: MicroBatch, multiple: int, short: int = 0) -> Stream:
     """The tree of ``micro``, padded to a multiple of ``multiple`` rows; see the module's text.
+
+    ``short``: see :func:`batch_paths`.
 
     Raises:
         AssertionError: the first token of a sequence is trained; nothing predicts it.
@@ -59,7 +61,7 @@ def fold(micro: MicroBatch, multiple: int) -> Stream:
     device = micro.tokens.device
     return Stream(
         tokens=torch.tensor([tree.tokens + padding], device=device),
-        packed=batch_paths(tree.paths, tree.positions + padding, device),
+        packed=batch_paths(tree.paths, tree.positions + padding, device, short),
         needed=needed.to(device),
         source=source.to(device),
         targets=micro.tokens[trained],

@@ -39,7 +39,7 @@ def _history(micro, index):
 def _path_of(stream, row):
     """Tokens from the root to ``row``."""
     for group in stream.packed.groups:
-        for path in group.rows.view(group.num_paths, -1).tolist():
+        for path in group.keys.view(group.num_paths, -1).tolist():
             if row in path:
                 return tuple(stream.tokens[0, path[: path.index(row) + 1]].tolist())
     raise AssertionError(f"row {row} is on no path")

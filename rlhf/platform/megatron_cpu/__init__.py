@@ -27,6 +27,7 @@ def install() -> bool:
     runtime.quiet_warnings()
     from rlhf.platform.megatron_cpu import adam, collectives, rng, weight_gradient
 
+    runtime.keep_freed_memory()
     runtime.disable_compilation()
     runtime.replace_literal_cuda()
     runtime.replace_cuda_calls()

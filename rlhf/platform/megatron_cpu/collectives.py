@@ -1,4 +1,4 @@
-"""Collectives that NCCL has and gloo lacks: the average, and pieces of unequal sizes."""
+"""What NCCL does and gloo does not: averages, pieces of unequal sizes, nothing for one rank."""
 
 from __future__ import annotations
 
@@ -16,6 +16,27 @@ def complete_gloo() -> None:
     dist.reduce_scatter_tensor = _with_average(dist.reduce_scatter_tensor)
     dist.all_gather = _with_unequal_gather(dist.all_gather)
     dist.reduce_scatter = _with_unequal_scatter(dist.reduce_scatter)
+
+    from megatron.core.distributed import param_and_grad_buffer
+
+    buffers: Any = param_and_grad_buffer  # its own names for the functions above
+    buffers.dist_reduce_scatter_func = _idle_alone(dist.reduce_scatter_tensor)
+    buffers.dist_all_gather_func = _idle_alone(dist.all_gather_into_tensor)
+
+
+def _idle_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """In place and with one rank there is nothing to do; gloo copies the whole buffer twice."""
+
+    @functools.wraps(collective)
+    def inner(
+        output: torch.Tensor, inputs: torch.Tensor, *args: Any, group: Any = None, **kwargs: Any
+    ) -> Any:
+        in_place = output.data_ptr() == inputs.data_ptr()
+        if in_place and torch.distributed.get_world_size(group) == 1 and not kwargs.get("async_op"):
+            return None
+        return collective(output, inputs, *args, group=group, **kwargs)
+
+    return inner
 
 
 def _with_average(collective: Callable[..., Any]) -> Callable[..., Any]:

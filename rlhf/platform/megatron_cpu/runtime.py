@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import os
 import time
@@ -162,6 +163,19 @@ def quiet_warnings() -> None:
         r"`torch\.distributed\.\w+` is deprecated",
     ):
         warnings.filterwarnings("ignore", message=message)
+
+
+def keep_freed_memory() -> None:
+    """Let the allocator of this process keep what is freed, as a GPU's caching allocator does.
+
+    By default glibc maps every large tensor anew and the kernel zeroes its pages: about a sixth of
+    a training step. Does nothing where the C library has no such setting.
+    """
+    trim_threshold, mmap_threshold = -1, -3  # names of mallopt(3)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(mmap_threshold, 2**30)
+        mallopt(trim_threshold, 2**31 - 1)
 
 
 def disable_compilation() -> None:
