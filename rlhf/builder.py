@@ -81,6 +81,7 @@ def _launch_engine(plan: Plan, stopper: Stopper, closers: list[Closer]) -> Engin
         first_device=plan.world.local_rank,
         fp32_head=model.fp32_head,
         deterministic=rollout.deterministic,
+        prefix_cache=rollout.prefix_cache,
         max_running_requests=rollout.max_running_requests,
         kv_tokens=rollout.kv_tokens,
         mem_fraction=rollout.mem_fraction,

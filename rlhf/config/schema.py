@@ -97,6 +97,8 @@ class RolloutSection(Section):
     sampling: SamplingSection = SamplingSection()
     deterministic: bool = True
     """Seed per request, whole shares admitted at once: the same run twice gives the same tokens."""
+    prefix_cache: bool = True
+    """Compute a prompt that several answers share once per rollout."""
     max_running_requests: PositiveInt = 64
     """Requests that an engine decodes at the same time."""
     kv_tokens: PositiveInt | None = None

@@ -45,6 +45,7 @@ class EngineSpec:
     first_device: int = 0
     fp32_head: bool = True
     deterministic: bool = True
+    prefix_cache: bool = True
     random_seed: int = 0
     max_running_requests: int = 64
     kv_tokens: int | None = None

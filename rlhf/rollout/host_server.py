@@ -13,8 +13,10 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Coroutine
+from collections import Counter
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from math import isfinite
 from typing import Any, NoReturn
 
@@ -41,7 +43,13 @@ from rlhf.rollout.channel import (
     frame,
     unframe,
 )
-from rlhf.rollout.engine import RESERVED_TOKENS, Completion, EngineInfo, EngineSpec
+from rlhf.rollout.engine import (
+    RESERVED_TOKENS,
+    Completion,
+    EngineInfo,
+    EngineSpec,
+    SampleRequest,
+)
 from rlhf.rollout.host_weights import EngineWeights
 from rlhf.rollout.lifeline import EXIT_DIED, Links, describe_exit, peek_exit, write_obituary
 from rlhf.rollout.sglang_engine import sampling_params
@@ -142,22 +150,46 @@ class Host:
                 f"generate refused: engine weights are not valid ({self._weights.invalid}); "
                 "complete an update first"
             )
-        # One batch is one message to the scheduler: a share is admitted whole, before the next
-        # step is scheduled, so the batches that are run depend on the requests alone.
+        if self._spec.prefix_cache:
+            await self._cache_shared_prompts(message)
+        async for index, out in self._finished(message.requests, f"{message.call}"):
+            key = message.requests[index].key
+            self._send(Answered(message.call, self._completion(key, out)))
+
+    async def _cache_shared_prompts(self, message: Generate) -> None:
+        """Compute each prompt that several requests share once; they then find it in the cache.
+
+        Admitted together they would all compute it. A deterministic engine starts from an empty
+        cache, so that what is found there depends on the requests alone.
+        """
+        if self._spec.deterministic:
+            await self._manager.flush_cache()
+        count = Counter(r.token_ids for r in message.requests)
+        first = {r.token_ids: r for r in message.requests if count[r.token_ids] > 1}
+        once = [replace(r, max_new_tokens=1) for r in first.values()]
+        if once:
+            async for _ in self._finished(once, f"{message.call}.prompt"):
+                pass
+
+    async def _finished(
+        self, requests: Sequence[SampleRequest], name: str
+    ) -> AsyncIterator[tuple[int, dict[str, Any]]]:
+        """(position, answer) of each request as it ends.
+
+        One batch is one message to the scheduler: a share is admitted whole, before the next
+        step is scheduled, so the batches that are run depend on the requests alone.
+        """
         batch = GenerateReqInput(
-            input_ids=[list(r.token_ids) for r in message.requests],
-            sampling_params=[
-                sampling_params(r, self._spec.deterministic) for r in message.requests
-            ],
-            rid=[f"{message.call}.{i}" for i in range(len(message.requests))],
+            input_ids=[list(r.token_ids) for r in requests],
+            sampling_params=[sampling_params(r, self._spec.deterministic) for r in requests],
+            rid=[f"{name}.{i}" for i in range(len(requests))],
             return_logprob=True,
             stream=True,
         )
         async with aclosing(self._manager.generate_request(batch, None)) as outputs:
             async for out in outputs:
                 if out["meta_info"]["finish_reason"] is not None:
-                    key = message.requests[out["index"]].key
-                    self._send(Answered(message.call, self._completion(key, out)))
+                    yield out["index"], out
 
     def _completion(self, key: int, out: dict[str, Any]) -> Completion:
         reason = out["meta_info"]["finish_reason"]

@@ -40,7 +40,7 @@ def server_args(spec: EngineSpec) -> dict[str, Any]:
         "max_running_requests": spec.max_running_requests,
         "random_seed": spec.random_seed,
         "enable_deterministic_inference": spec.deterministic,
-        "disable_radix_cache": spec.deterministic,
+        "disable_radix_cache": not spec.prefix_cache,
         "chunked_prefill_size": -1 if spec.deterministic else None,
         "enable_fp32_lm_head": spec.fp32_head and spec.dtype == "bfloat16",
         "disable_shared_experts_fusion": True,

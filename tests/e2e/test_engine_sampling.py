@@ -51,6 +51,24 @@ def test_same_requests_repeat_bit_for_bit(case: EngineCase) -> None:
     assert case.generate(requests) == case.generate(requests)
 
 
+def test_shared_prompts_are_computed_once_and_change_nothing(
+    case: EngineCase, zygote: Zygote
+) -> None:
+    """Several answers per prompt: repeated bit for bit, and as an engine without the cache."""
+    long = tuple(range(3, 43))
+    prompts = (long, (*long[:-1], 7), PROMPT)
+    requests = [sampled(prompts[key % 3], key, seed=key, max_new_tokens=12) for key in range(12)]
+    answers = case.generate(requests)
+    case.generate([greedy(long, 0)])  # leaves another cache behind
+    assert case.generate(requests) == answers
+    with engine_case(case.folder, zygote, prefix_cache=False) as plain:
+        plain.write(reference_state(load_reference(case.folder)), version=0)
+        expected = plain.generate(requests)
+    assert tokens(answers) == tokens(expected)
+    for got, want in zip(answers, expected, strict=True):
+        assert got.logprobs == pytest.approx(want.logprobs, abs=1e-5)
+
+
 def test_seed_decides_the_sample_whatever_else_is_asked(case: EngineCase) -> None:
     """The same prompt and seed give the same tokens alone and in company."""
     alone = case.generate([sampled(PROMPT, 0, seed=11)])
