@@ -16,7 +16,7 @@ import torch
 from rlhf.dist.layout import TrainLayout
 from rlhf.weights.families import train_param_shapes, train_pieces
 from rlhf.weights.model_shape import load_model_shape
-from tests.dist.parity_case import LAYOUT_KEYS, TEMPERATURE, Case, run_cases, sequences
+from tests.dist.parity_case import LAYOUT_KEYS, TEMPERATURE, Case, Loss, run_cases, sequences
 from tests.helpers.spawn import run_ranks
 from tests.helpers.tiny_models import make_tiny
 
@@ -136,18 +136,33 @@ def test_log_probabilities_equal_one_rank(outcomes, family, world, case):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_log_probabilities_equal_transformers(outcomes, folders, family):
+def test_one_rank_equals_transformers(outcomes, folders, family):
+    """Log-probabilities of each sequence alone, the loss, and the gradient of each tensor."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folders[family], dtype=torch.float32).eval()
     (outcome,) = outcomes[family, REFERENCE.name]
-    for row, got in zip(sequences(SIZES["vocab_size"]), outcome.logprobs, strict=True):
-        tokens, mask = row["tokens"], row["mask"]
-        with torch.no_grad():
-            logits = model(tokens[None]).logits[0, :-1] / TEMPERATURE
-        logprobs = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
-        expected = torch.where(mask[1:], logprobs, 0.0).numpy()
+    rows = sequences(SIZES["vocab_size"])
+    loss_fn = Loss(sum(int(r["mask"].sum()) for r in rows))
+    total = 0.0
+    for row, got in zip(rows, outcome.logprobs, strict=True):
+        tokens, trained = row["tokens"], row["mask"][1:]
+        log_p = (model(tokens[None]).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
+        logprobs = log_p.gather(1, tokens[1:, None])[:, 0]
+        expected = torch.where(trained, logprobs, 0.0).detach().numpy()
         np.testing.assert_allclose(got[1 : len(tokens)], expected, rtol=0, atol=TOLERANCE)
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        columns = {"advantages": row["advantages"][1:][trained]}
+        loss, _ = loss_fn(logprobs[trained], entropy[trained], columns)
+        loss.backward()
+        total += loss.item()
+    assert outcome.losses[0] == pytest.approx(total, abs=TOLERANCE)
+    shape = load_model_shape(folders[family])
+    gradients = _whole_gradients(shape, 1, REFERENCE, [outcome])
+    wanted = {name: p.grad.numpy() for name, p in model.named_parameters()}
+    assert gradients.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert np.abs(gradients[name] - tensor).max() <= TOLERANCE * np.abs(tensor).max(), name
 
 
 def _whole_gradients(shape, world, case, ranks):
