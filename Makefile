@@ -5,6 +5,7 @@ VENV    := .venv
 BIN     := $(VENV)/bin
 FLAVOUR ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
 MODEL   := models/SmolLM2-135M-Instruct
+PIP     := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST  := $(BIN)/python -m pytest
 ARGS    ?=
 
@@ -17,16 +18,19 @@ export HF_HUB_OFFLINE = 1
 
 install: $(VENV)/installed-$(FLAVOUR)
 
+# torch alone with what it needs: a CPU build where pip finds one, else the CUDA build, which runs
+# on a CPU too. All other packages are listed one by one.
 $(VENV)/installed-cpu: requirements/cpu.txt setup.py
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/cpu.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	$(PIP) $$(grep '^torch==' requirements/cpu.txt)
+	$(PIP) --no-deps -r requirements/cpu.txt
+	$(PIP) --no-deps -e .
 	touch $@
 
 $(VENV)/installed-gpu: requirements/gpu.txt setup.py
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/gpu.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	$(PIP) -r requirements/gpu.txt
+	$(PIP) --no-deps -e .
 	touch $@
 
 model: $(MODEL)/config.json
