@@ -174,6 +174,7 @@ class Checkpoints:
             return
         if self._group.world.is_first:
             shutil.rmtree(writing, ignore_errors=True)
+        self._group.gather(None)  # nobody goes on while it is there
         rank, text = next(iter(errors.items()))
         kept = f"step {self.last_saved}" if self.last_saved is not None else "none"
         raise RuntimeError(
