@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,10 +21,6 @@ from rlhf.types import MicroBatch
 
 LossFn = Callable[[Tensor, Tensor, dict[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
 """(logprobs [n], entropy [n], columns [n]) -> (loss, sums to add up over all micro-batches)."""
-
-
-_SHORT = defaultdict(int, {("cpu", torch.float32): 64, ("cpu", torch.bfloat16): 256})
-"""Sequence length up to which plain products beat torch's attention kernel (measured)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,19 +47,17 @@ def logprobs(model: TrainModel, micro: Sequence[MicroBatch], temperature: float)
 
     Returns:
         [sum T] float32 over all micro-batches back to back, zero where ``mask`` is False; the same
-        on every rank of the pipeline (and of its TP groups).
+        on every rank of the pipeline (and of its TP groups). Empty without micro-batches.
 
     Collective over the model-parallel ranks of one replica: transfers between stages, and a
     broadcast from the last stage.
     """
+    if not micro:
+        return torch.zeros(0, device=model.device)
     groups = current_groups()
     prepared = [_prepare(m, model) for m in micro]
-    for chunk in model.chunks:
-        chunk.eval()
-    with torch.no_grad():
+    with torch.no_grad(), _evaluating(model):
         outputs = _run(model, prepared, _keep_logprobs, temperature, forward_only=True)
-    for chunk in model.chunks:
-        chunk.train()
     out = torch.zeros(sum(len(m.tokens) for m in micro), device=model.device)
     start = 0
     for m, batch, output in zip(micro, prepared, outputs or [None] * len(micro), strict=True):
@@ -110,15 +104,33 @@ def train(
     return TrainStats(grad_norm=step.grad_norm, ok=step.ok, lr=step.lr, sums=_add_up(sums, groups))
 
 
+@contextmanager
+def _evaluating(model: TrainModel) -> Iterator[None]:
+    for chunk in model.chunks:
+        chunk.eval()
+    try:
+        yield
+    finally:
+        for chunk in model.chunks:
+            chunk.train()
+
+
 def _prepare(micro: MicroBatch, model: TrainModel) -> _Prepared:
     trained = micro.mask.nonzero().squeeze(1)
     if has_transformer_engine():
         stream = keep_whole(micro)
     else:
         multiple = model.layout.tp if model.config.sequence_parallel else 1
-        stream = fold(micro, multiple, _SHORT[micro.tokens.device.type, model.config.params_dtype])
+        stream = fold(micro, multiple, _short_tokens(model))
     columns = {name: column[trained] for name, column in micro.columns.items()}
     return _Prepared(stream, trained, columns)
+
+
+def _short_tokens(model: TrainModel) -> int:
+    """Sequence length up to which plain products beat torch's attention kernel (measured)."""
+    if model.device.type != "cpu":
+        return 0
+    return 64 if model.config.params_dtype == torch.float32 else 256
 
 
 def _run(
@@ -130,7 +142,7 @@ def _run(
     forward_only: bool,
 ) -> list[dict[str, Tensor]]:
     """megatron's schedule; what ``consume`` returned per micro-batch on the last stage, else []."""
-
+    assert prepared, "a pass needs at least one micro-batch"
     assert temperature > 0, f"log-probabilities need a temperature above 0, got {temperature}"
 
     def step(batches: Iterator[_Prepared], chunk: torch.nn.Module) -> tuple[Any, Any]:

@@ -70,6 +70,7 @@ def _move(rank, world, folder, target, case, other):
 
     run = _Run(rank, world, folder, case)
     run.train(2)
+    torch.rand(3)  # so that the random state is not the one that the seed gives
     save_state(target, run.model, run.optimizer, EXTRA)
     drawn = torch.rand(1).item()
     saved = {name: p.detach().clone() for name, p in run.model.params.items()}

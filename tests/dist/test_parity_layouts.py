@@ -62,6 +62,7 @@ FOUR_RANKS = [
     Case("tp2 pp2 vpp2 sp", {"tp": 2, "pp": 2, "vpp": 2, "sequence_parallel": True}),
     Case("tp2 dp2 overlap", {"tp": 2}, micro=2),
     Case("pp2 dp2 overlap", {"pp": 2}, micro=2),
+    Case("pp2 vpp2 dp2 overlap", {"pp": 2, "vpp": 2}, micro=2),
     Case("pp4", {"pp": 4}),
 ]
 LAUNCHES = {1: ONE_RANK, 2: TWO_RANKS, 4: FOUR_RANKS}

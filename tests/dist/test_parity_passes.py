@@ -66,6 +66,7 @@ def frozen_reference(rank, world, folder):
         "same_weights": all(torch.equal(kept[n], p) for n, p in reference.params.items()),
         "no_gradients": not any(p.requires_grad for p in reference.params.values()),
         "has_graph": after.requires_grad or of_reference.requires_grad,
+        "empty": len(logprobs(model, [], TEMPERATURE)),
         "untrained": float(after[~torch.cat([m.mask for m in micro])].abs().max()),
     }
 
@@ -250,6 +251,7 @@ def test_the_reference_stays_where_the_actor_began(results):
         assert rank["no_gradients"]
         assert not rank["has_graph"]
         assert rank["untrained"] == 0
+        assert rank["empty"] == 0
 
 
 def test_parameters_are_complete_after_an_overlapped_update(results):
