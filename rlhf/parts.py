@@ -33,6 +33,7 @@ from rlhf.roles.reference import NullReference, Reference
 from rlhf.rollout.batcher import Batcher
 from rlhf.rollout.collect import Collector, Sampling
 from rlhf.rollout.resharder import Resharder
+from rlhf.rollout.residency import EngineResidency
 from rlhf.run import Run
 from rlhf.state import TrainState
 from rlhf.types import Prompt
@@ -197,6 +198,7 @@ def _resharder(
     if engine is not None:
         engine.wait_ready()
     resharder.open()
+    ground.gate.on_enter(EngineResidency(engine, ground.group).enter)
     return resharder
 
 

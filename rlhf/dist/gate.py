@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,8 +22,8 @@ STOPPABLE = frozenset({Phase.SETUP, Phase.ROLLOUT, Phase.PACK, Phase.SCORE, Phas
 class PhaseGate:
     """Every phase of the loop is entered through one gate.
 
-    ``seconds`` sums the time per phase since :meth:`take_seconds`; the wait at the edge is counted
-    as ``wait``, so that a slow peer shows as such.
+    Seconds are summed per phase until :meth:`take_seconds`; the wait at the edge counts as ``wait``,
+    so that a slow peer shows as such, and what memory changes hands as ``switch``.
     """
 
     def __init__(self, group: PhaseGroup, stopper: Stopper) -> None:
@@ -31,6 +31,11 @@ class PhaseGate:
         self._stopper = stopper
         self._seconds: dict[str, float] = {}
         self._memory: dict[str, float] = {}
+        self._on_enter: list[Callable[[Phase], None]] = []
+
+    def on_enter(self, switch: Callable[[Phase], None]) -> None:
+        """Call ``switch`` at every edge, when all ranks have agreed to go on."""
+        self._on_enter.append(switch)
 
     @contextmanager
     def phase(self, phase: Phase, step: int, role: str = "") -> Iterator[None]:
@@ -48,6 +53,10 @@ class PhaseGate:
                 f"{signal.Signals(asked).name} at the edge of phase {phase}, step {step}"
             )
         self._add("wait", began)
+        began = time.perf_counter()
+        for switch in self._on_enter:
+            switch(phase)
+        self._add("switch", began)
         began = time.perf_counter()
         try:
             yield

@@ -151,21 +151,20 @@ class Host:
                 "complete an update first"
             )
         if self._spec.prefix_cache:
-            await self._cache_shared_prompts(message)
+            await self._cache_prompts(message)
         async for index, out in self._finished(message.requests, f"{message.call}"):
             key = message.requests[index].key
             self._send(Answered(message.call, self._completion(key, out)))
 
-    async def _cache_shared_prompts(self, message: Generate) -> None:
+    async def _cache_prompts(self, message: Generate) -> None:
         """Compute each prompt that several requests share once; they then find it in the cache.
 
-        Admitted together they would all compute it. A deterministic engine starts from an empty
-        cache, so that what is found there depends on the requests alone.
+        Admitted together they would all compute it. A deterministic engine does so with every
+        prompt: all requests then start from a cached one, whatever was asked before.
         """
-        if self._spec.deterministic:
-            await self._manager.flush_cache()
         count = Counter(r.token_ids for r in message.requests)
-        first = {r.token_ids: r for r in message.requests if count[r.token_ids] > 1}
+        fewest = 1 if self._spec.deterministic else 2
+        first = {r.token_ids: r for r in message.requests if count[r.token_ids] >= fewest}
         once = [replace(r, max_new_tokens=1) for r in first.values()]
         if once:
             async for _ in self._finished(once, f"{message.call}.prompt"):
