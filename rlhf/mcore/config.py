@@ -11,7 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from rlhf.config.schema import ModelSection, TrainSection
 from rlhf.dist.layout import TrainLayout
-from rlhf.mcore.spec import has_transformer_engine
+from rlhf.mcore.spec import Kernels, choose_kernels
 from rlhf.weights.model_shape import ModelShape
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -63,7 +63,7 @@ def transformer_config(
         calculate_per_token_loss=True,
         **_pipeline(shape.num_layers, layout),
         **_RECOMPUTE[train.recompute],
-        **_fusions(),
+        **fusions(choose_kernels(dtype)),
     )
     check_pipeline(config, torch.cuda.is_available())
     return config
@@ -103,19 +103,20 @@ def _stages(num_layers: int, layout: TrainLayout) -> list[list[str]]:
     return stages
 
 
-def _fusions() -> dict[str, Any]:
-    """Kernels that need a GPU are off without one, those of transformer-engine without it."""
-    gpu = torch.cuda.is_available()
-    engine = has_transformer_engine()
+def fusions(kernels: Kernels) -> dict[str, Any]:
+    """Fused kernels of megatron and transformer-engine, where they exist."""
+    engine = kernels.engine
     return {
-        "bias_activation_fusion": gpu,
-        "bias_dropout_fusion": gpu,
+        # one of the two: megatron's fused function, or the activation module of the layer spec
+        "bias_activation_fusion": engine,
+        "use_te_activation_func": not engine,
+        "bias_dropout_fusion": kernels.gpu,
         "masked_softmax_fusion": False,
-        "persist_layer_norm": gpu,
-        "apply_rope_fusion": gpu and engine,
+        "persist_layer_norm": kernels.gpu,
+        # our own attention rotates queries and keys itself
+        "apply_rope_fusion": kernels.engine_attention,
         # megatron's linear layers insist on apex's extension; on a CPU we stand in for it
         "gradient_accumulation_fusion": layers._grad_accum_fusion_available,
-        "use_te_activation_func": not engine,  # our own activation module, see spec.py
     }
 
 

@@ -1,6 +1,7 @@
 """Causal attention over sequences that share beginnings.
 
-Used in place of transformer-engine's DotProductAttention when that is absent, on CPU and GPU.
+Used in place of transformer-engine's DotProductAttention where that is absent or cannot serve: on a
+CPU, and for float32.
 Sequences of similar length run as one batch: short ones, on a CPU, as plain matrix products of the
 queries that are not shared; others by torch's scaled_dot_product_attention, without a mask.
 """
@@ -156,7 +157,7 @@ class SDPACoreAttention(MegatronModule):
     ) -> None:
         super().__init__(config)
         if config.context_parallel_size > 1:
-            raise ValueError("train.cp > 1 needs transformer-engine, which is not installed")
+            raise ValueError("train.cp > 1 needs attention of transformer-engine (GPU, bfloat16)")
         assert not config.attention_dropout, f"{config.attention_dropout=} must be 0"
         self.scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
 

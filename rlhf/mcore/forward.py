@@ -15,7 +15,7 @@ from torch import Tensor
 from rlhf.mcore.model import TrainModel
 from rlhf.mcore.optimizer import Optimizer
 from rlhf.mcore.parallel import Groups, current_groups
-from rlhf.mcore.spec import has_transformer_engine
+from rlhf.mcore.spec import choose_kernels
 from rlhf.mcore.stream import Stream, fold, keep_whole
 from rlhf.types import MicroBatch
 
@@ -117,7 +117,7 @@ def _evaluating(model: TrainModel) -> Iterator[None]:
 
 def _prepare(micro: MicroBatch, model: TrainModel) -> _Prepared:
     trained = micro.mask.nonzero().squeeze(1)
-    if has_transformer_engine():
+    if choose_kernels(model.config.params_dtype).engine_attention:
         stream = keep_whole(micro)
     else:
         multiple = model.layout.tp if model.config.sequence_parallel else 1

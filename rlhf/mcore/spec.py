@@ -1,12 +1,14 @@
 """Which modules a decoder layer is made of.
 
-With transformer-engine installed, its modules. Without, plain torch modules with the same parameter
-names and the same cuts over TP, so that one weight table and one checkpoint format serve both.
+On a GPU with transformer-engine installed, its modules. Without, plain torch modules with the same
+parameter names and the same cuts over TP, so that one weight table and one checkpoint format serve
+both.
 """
 
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,13 +31,36 @@ from rlhf.mcore.core_attention import SDPACoreAttention
 from rlhf.mcore.kernels import RMSNormFunction, SwiGLUFunction
 
 
-def has_transformer_engine() -> bool:
-    return importlib.util.find_spec("transformer_engine") is not None
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """Whose modules a layer is made of."""
+
+    gpu: bool
+    engine: bool
+    """Linear layers, norms and activation are those of transformer-engine and megatron."""
+    engine_attention: bool
+    """So is attention: micro-batches then stay whole sequences."""
+
+
+def choose_kernels(dtype: torch.dtype) -> Kernels:
+    """What this process runs for a model of ``dtype``."""
+    installed = importlib.util.find_spec("transformer_engine") is not None
+    return kernels_for(torch.cuda.is_available(), installed, dtype)
+
+
+def kernels_for(gpu: bool, installed: bool, dtype: torch.dtype) -> Kernels:
+    """The rule of :func:`choose_kernels`, from ``installed`` transformer-engine or not."""
+    engine = gpu and installed  # its kernels have no CPU form
+    # packed sequences (THD) are attended in 16 bits only
+    return Kernels(gpu, engine, engine and dtype in (torch.bfloat16, torch.float16))
 
 
 def decoder_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
     """The layers of this pipeline stage and virtual chunk: dense, RMSNorm, gated MLP."""
-    parts = _transformer_engine_parts() if has_transformer_engine() else _torch_parts()
+    kernels = choose_kernels(config.params_dtype)
+    parts = _transformer_engine_parts() if kernels.engine else _torch_parts()
+    if not kernels.engine_attention:
+        parts["core_attention"] = SDPACoreAttention
     qk_norm = parts["norm"] if config.qk_layernorm else IdentityOp
     attention = ModuleSpec(
         module=SelfAttention,
@@ -87,7 +112,6 @@ def _torch_parts() -> dict[str, Any]:
         "norm": RMSNorm,
         "norm_column": NormColumnParallelLinear,
         "row": RowParallelLinear,
-        "core_attention": SDPACoreAttention,
         "activation": SwiGLU,
     }
 

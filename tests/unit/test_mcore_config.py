@@ -9,8 +9,9 @@ import torch
 
 from rlhf.config.schema import ModelSection, TrainSection
 from rlhf.dist.layout import TrainLayout
-from rlhf.mcore.config import check_pipeline, transformer_config
+from rlhf.mcore.config import check_pipeline, fusions, transformer_config
 from rlhf.mcore.model import scale_rope
+from rlhf.mcore.spec import kernels_for
 from rlhf.weights.model_shape import Llama3Rope, parse_model_shape
 
 RAW = {
@@ -105,3 +106,31 @@ def test_llama3_frequencies_equal_transformers():
     expected, _ = ROPE_INIT_FUNCTIONS["llama3"](hf, "cpu")
     plain = 1.0 / 500000.0 ** (torch.arange(0, 128, 2).float() / 128)
     torch.testing.assert_close(scale_rope(plain, scaling), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("gpu", "installed", "engine"),
+    [(False, False, False), (False, True, False), (True, True, True), (True, False, False)],
+)
+def test_fused_kernels_exist_where_they_are_asked_for(gpu, installed, engine, dtype):
+    """megatron's own rule: a fused activation and an activation module exclude each other."""
+    kernels = kernels_for(gpu, installed, dtype)
+    chosen = fusions(kernels)
+    assert kernels.engine == engine
+    assert chosen["bias_activation_fusion"] == engine
+    assert chosen["use_te_activation_func"] == (not engine)
+    assert chosen["bias_dropout_fusion"] == gpu
+    assert chosen["apply_rope_fusion"] == kernels.engine_attention
+    config = _config()
+    for name in ("bias_activation_fusion", "use_te_activation_func", "bias_dropout_fusion"):
+        setattr(config, name, chosen[name])
+    config.__post_init__()  # raises on a combination that megatron refuses
+
+
+def test_float32_is_attended_by_torch_even_beside_transformer_engine():
+    """Its packed attention is for 16 bits only."""
+    assert kernels_for(True, True, torch.bfloat16).engine_attention
+    beside = kernels_for(True, True, torch.float32)
+    assert (beside.engine, beside.engine_attention) == (True, False)
+    assert not kernels_for(False, True, torch.bfloat16).engine_attention
