@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rlhf.config.check import train_layout
 from rlhf.config.load import load_config
 from rlhf.config.schema import Config
+from rlhf.dist.device import has_gpu
 from rlhf.dist.layout import RolloutLayout
 from rlhf.dist.stop import Stopper
 from rlhf.dist.world import World, read_world
@@ -18,6 +19,9 @@ from rlhf.preflight import check
 if TYPE_CHECKING:
     from rlhf.rollout.host_client import EngineHost
     from rlhf.run import Run
+
+PHASE_MARGIN_S = 60.0
+"""Ranks wait so much longer for one another than a rollout may take: who is late names the cause."""
 
 
 def build_here(config: Config | str) -> Run:
@@ -29,15 +33,18 @@ def build_here(config: Config | str) -> Run:
     return build_on(loaded, world, stopper)
 
 
-def build_on(config: Config, world: World, stopper: Stopper) -> Run:
-    """Start the engine, then build what trains while the engine starts. Collective, all ranks."""
+def build_on(config: Config, world: World, stopper: Stopper, *, record: bool = True) -> Run:
+    """Start the engine, then build what trains while the engine starts. Collective, all ranks.
+
+    ``record=False``: the run folder is read and not written.
+    """
     plan = make_plan(config, world)
     closers: list[Closer] = []
     engine = _launch_engine(plan, stopper, closers)
     ground = _lay_ground(plan, stopper, closers)
     from rlhf.parts import build_parts  # torch and megatron are in place
 
-    return build_parts(ground, engine)
+    return build_parts(ground, engine, record=record)
 
 
 def make_plan(config: Config, world: World) -> Plan:
@@ -48,20 +55,46 @@ def make_plan(config: Config, world: World) -> Plan:
     """
     shape = check(config, world.size, "config")
     r = config.rollout
+    rollout = RolloutLayout(world.size, tp=r.tp, dp=r.dp, ep=r.ep, pp=r.pp, a2a=r.a2a)
+    check_nodes(world, rollout.engine_size)
     return Plan(
         config=config,
         world=world,
         shape=shape,
         train=train_layout(config.train, world.size),
-        rollout=RolloutLayout(world.size, tp=r.tp, dp=r.dp, ep=r.ep, pp=r.pp, a2a=r.a2a),
+        rollout=rollout,
     )
+
+
+def check_nodes(world: World, engine_size: int) -> None:
+    """An engine's ranks share memory, so they are on one node; nodes are alike.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if world.size % world.local_size:
+        raise ValueError(
+            f"{world.size} ranks are no multiple of this node's {world.local_size}: start the same "
+            "number of ranks on every node"
+        )
+    if world.local_size % engine_size:
+        raise ValueError(
+            f"rollout.tp*rollout.pp={engine_size} must divide the {world.local_size} ranks of a "
+            "node: an engine over several nodes is not supported yet; lower rollout.tp, or start "
+            "another number of ranks per node"
+        )
+
+
+def engine_seed(seed: int, engine: int, num_engines: int) -> int:
+    """A seed of its own for every engine, and for every seed of a run; what numpy accepts."""
+    return (seed * num_engines + engine) % 2**32
 
 
 def _launch_engine(plan: Plan, stopper: Stopper, closers: list[Closer]) -> EngineHost | None:
     """The host process of this rank's engine if it leads one; returns while it still starts."""
     from rlhf.rollout.engine import EngineSpec
     from rlhf.rollout.host_client import EngineHost
-    from rlhf.rollout.zygote import has_cuda_device, start_zygote
+    from rlhf.rollout.zygote import start_zygote
 
     zygote = start_zygote()
     if zygote is not None:
@@ -75,13 +108,14 @@ def _launch_engine(plan: Plan, stopper: Stopper, closers: list[Closer]) -> Engin
         max_position=plan.shape.max_position,
         context_tokens=plan.config.data.max_prompt_tokens + plan.longest_answer,
         dtype=model.dtype,
-        device="cuda" if has_cuda_device() else "cpu",
+        device="cuda" if has_gpu() else "cpu",
         tp=rollout.tp,
         cores=cores_from(plan.world, plan.rollout.engine_size),
         first_device=plan.world.local_rank,
         fp32_head=model.fp32_head,
         deterministic=rollout.deterministic,
         prefix_cache=rollout.prefix_cache,
+        random_seed=engine_seed(plan.config.seed, plan.engine, plan.rollout.num_engines),
         max_running_requests=rollout.max_running_requests,
         kv_tokens=rollout.kv_tokens,
         mem_fraction=rollout.mem_fraction,
@@ -90,6 +124,8 @@ def _launch_engine(plan: Plan, stopper: Stopper, closers: list[Closer]) -> Engin
     engine = EngineHost.launch(spec, zygote)
     closers.append(engine.close)
     stopper.at_exit(engine.kill)
+    stopper.cut_short(engine.abort_quietly)
+    stopper.look_after(engine.death)
     return engine
 
 
@@ -121,5 +157,5 @@ def _lay_ground(plan: Plan, stopper: Stopper, closers: list[Closer]) -> Ground:
     closers.append(dist.destroy_process_group)
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     stopper.watch(lambda: dist.TCPStore(host, port, is_master=False))
-    group = PhaseGroup.create(world, config.rollout.timeout_s)
+    group = PhaseGroup.create(world, config.rollout.timeout_s + PHASE_MARGIN_S)
     return Ground(plan, stopper, device, group, PhaseGate(group, stopper), closers)

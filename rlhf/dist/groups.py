@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rlhf.dist.device import check_torch, has_gpu
 from rlhf.dist.world import World
 
 Group = Any
@@ -16,10 +17,14 @@ Group = Any
 
 
 def device_of(world: World) -> torch.device:
-    """This rank's GPU, or the CPU."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", world.local_rank)
-    return torch.device("cpu")
+    """This rank's GPU, or the CPU.
+
+    Raises:
+        RuntimeError: torch sees no GPU where the engines do, or the reverse.
+    """
+    gpu = has_gpu()
+    check_torch(gpu, torch.cuda.is_available(), torch.__version__)
+    return torch.device("cuda", world.local_rank) if gpu else torch.device("cpu")
 
 
 def init_groups(world: World, device: torch.device, timeout_s: float) -> None:

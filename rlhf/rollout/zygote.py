@@ -9,7 +9,7 @@ carries the host's links; the zygote reports the pid and, later, the exit status
 the host when the rank dies or closes the connection. When the first local rank dies, the kernel
 kills the zygote, and with it all hosts of the node.
 
-This module imports the standard library only.
+This module imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from rlhf.dist.device import has_gpu
 from rlhf.rollout.lifeline import (
     Links,
     die_with_parent,
@@ -68,18 +69,13 @@ def node_address(environ: Mapping[str, str]) -> str:
     return "rlhf-zygote-" + "-".join(map(str, parts))
 
 
-def has_cuda_device() -> bool:
-    """True where NVIDIA's driver offers a device; opens nothing."""
-    return os.path.exists("/dev/nvidiactl")
-
-
 def start_zygote(environ: Mapping[str, str] = os.environ) -> Zygote | None:
     """The zygote of this node: started by local rank 0, joined by the others.
 
-    To be called first thing by every rank, from its main thread; returns at once. None where a
-    CUDA device is present: engines are spawned there.
+    To be called first thing by every rank, from its main thread; returns at once. None where
+    there is a GPU: engines are spawned there.
     """
-    if has_cuda_device():
+    if has_gpu(environ):
         return None
     address = node_address(environ)
     if int(environ.get("LOCAL_RANK", environ.get("SLURM_LOCALID", "0"))) == 0:
