@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rlhf.run import Run
 
 PHASE_MARGIN_S = 60.0
-"""Ranks wait so much longer for one another than a rollout may take: who is late names the cause."""
+"""Ranks wait for one another longer than a rollout may take, so that who is late says so first."""
 
 
 def build_here(config: Config | str) -> Run:

@@ -109,6 +109,19 @@ class Checkpoints:
         self.steps_done = self.last_saved = step
         return step
 
+    def refuse_others(self) -> None:
+        """For a run that must not go on from a checkpoint: its folder may hold none.
+
+        Raises:
+            ValueError: it does; they would be mixed up with the new ones. Collective, all ranks.
+        """
+        found = self._group.gather(complete_steps(self.folder))[0]
+        if found:
+            raise ValueError(
+                f"checkpoint.resume=never, but {self.folder} holds checkpoints of steps "
+                f"{', '.join(map(str, found))}; give another run_dir or move them away"
+            )
+
     def path(self, step: int) -> Path:
         return self.folder / f"step_{step:08d}"
 

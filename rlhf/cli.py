@@ -47,10 +47,10 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _eval(args: argparse.Namespace) -> int:
-    return _run_loop(args, args.loop or "rlhf.loop:evaluate")
+    return _run_loop(args, args.loop or "rlhf.loop:evaluate", "--no-record")
 
 
-def _run_loop(args: argparse.Namespace, loop: str | None) -> int:
+def _run_loop(args: argparse.Namespace, loop: str | None, *flags: str) -> int:
     from rlhf.config.load import load_config
     from rlhf.dist.world import is_launched
     from rlhf.train import main as run_rank
@@ -62,7 +62,7 @@ def _run_loop(args: argparse.Namespace, loop: str | None) -> int:
 
         print(flow_text(config))
         return 0
-    arguments = [args.config, *args.overrides]
+    arguments = [args.config, *args.overrides, *flags]
     if loop is not None:
         split_loop(loop)
         arguments += ["--loop", loop]

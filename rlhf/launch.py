@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -17,6 +18,7 @@ def launch(module: str, arguments: Sequence[str], num_ranks: int) -> int:
     """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -34,7 +36,10 @@ def launch(module: str, arguments: Sequence[str], num_ranks: int) -> int:
     try:
         elastic_launch(config, sys.executable)("-m", module, *arguments)
     except ChildFailedError as error:
-        _, first = error.get_first_failure()
+        rank, first = error.get_first_failure()
+        if first.exitcode < 0:  # it could not say so itself
+            name = signal.Signals(-first.exitcode).name
+            print(f"stopped: rank {rank} was killed by {name}", file=sys.stderr, flush=True)
         return first.exitcode if first.exitcode > 0 else EXIT_FAILED
     except SignalException:
         return EXIT_STOPPED

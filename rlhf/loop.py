@@ -33,6 +33,8 @@ def train(run: Run) -> None:
 
 def evaluate(run: Run) -> None:
     """Held-out accuracy of the newest checkpoint, or of the model; `rlhf eval`."""
+    if not run.config.data.eval:
+        raise ValueError("rlhf eval needs data.eval: add a source of held-out prompts")
     run.resharder.run(version=run.first_step, step=run.first_step)
     result = run.evaluator.run(run.first_step)
     if run.ground.plan.world.is_first:

@@ -44,21 +44,26 @@ if TYPE_CHECKING:
     from rlhf.rollout.host_client import EngineHost
 
 
-def build_parts(ground: Ground, engine: EngineHost | None) -> Run:
-    """All parts, loaded and resumed; the engine is ready when this returns. Collective."""
+def build_parts(ground: Ground, engine: EngineHost | None, *, record: bool) -> Run:
+    """All parts, loaded and resumed; the engine is ready when this returns. Collective.
+
+    ``record=False``: the run folder is read and not written.
+    """
     plan, config = ground.plan, ground.plan.config
-    if plan.world.is_first:
-        save_resolved(config)
     tokenizer = load_tokenizer(config.model.path)
     prompts = build_prompt_source(config.data, tokenizer, config.seed)
     held_out = build_eval_prompts(config.data, tokenizer)
     rewards = build_rewards(config.data)
     rewards.check([*prompts.prompts, *held_out])
     algorithm = build_algorithm(config)
-    recorder = Recorder.create(ground)
+    recorder = Recorder.create(ground, record=record)
     parallel.initialize(plan.train, config.dist.timeout_s, config.seed)
     actor = _actor(ground, algorithm, recorder)
     checkpoints = _checkpoints(ground, actor)
+    if record and config.checkpoint.resume == "never":
+        checkpoints.refuse_others()
+    if record and plan.world.is_first:
+        save_resolved(config)
     collector = _collector(ground, engine, tokenizer, rewards)
     run = Run(
         config=config,

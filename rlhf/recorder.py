@@ -33,14 +33,14 @@ class Recorder:
         self.accuracies: list[Accuracy] = []
 
     @classmethod
-    def create(cls, ground: Ground) -> Recorder:
-        """With the tracker of this rank: a real one on the first rank."""
+    def create(cls, ground: Ground, *, record: bool) -> Recorder:
+        """With the tracker of this rank: one that writes on the first rank, if it shall record."""
         config = ground.plan.config
         tracker = Tracker(
             Path(config.run_dir),
             config.track,
             config.num_steps,
-            is_writer=ground.plan.world.is_first,
+            is_writer=record and ground.plan.world.is_first,
             config=config.model_dump(mode="json"),
         )
         ground.closers.append(tracker.close)

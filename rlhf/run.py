@@ -1,4 +1,4 @@
-"""A run: the parts that a loop works with, built by :func:`rlhf.build.build`."""
+"""A run: the parts that a loop works with, built by :func:`rlhf.build`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from rlhf.algorithms.algorithm import Algorithm
 from rlhf.checkpoint import Checkpoints
 from rlhf.config.schema import Config
 from rlhf.data.mix import PromptSource
+from rlhf.dist.stop import EXIT_STOPPED, StopRequested
+from rlhf.ending import end_failed, save_asked
 from rlhf.evaluate import Evaluator
 from rlhf.ground import Ground
 from rlhf.recorder import Recorder
@@ -55,6 +57,11 @@ class Run:
                 self.exporter.write(run_dir / "hf", self.config.model.path, lambda: None)
         self.recorder.finish()
 
+    def save_asked(self, why: StopRequested) -> None:
+        """The run was asked to stop: save, say so, close. Collective over all ranks."""
+        save_asked(self.checkpoints, why, is_first=self.ground.plan.world.is_first)
+        self.close()
+
     def __enter__(self) -> Run:
         return self
 
@@ -64,6 +71,12 @@ class Run:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        """Close; an error or a stop request ends the process as under ``rlhf train``."""
+        if isinstance(error, StopRequested):
+            self.save_asked(error)
+            raise SystemExit(EXIT_STOPPED)
+        if isinstance(error, Exception):
+            end_failed(self.config.run_dir, self.ground.stopper, error)
         self.close()
 
     def close(self) -> None:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
-import signal
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf.config.faults import ConfigError
 from rlhf.config.load import load_config
 from rlhf.config.schema import Config
-from rlhf.dist.stop import EXIT_FAILED, EXIT_STOPPED, Stopper, StopRequested
+from rlhf.dist.stop import EXIT_STOPPED, Stopper, StopRequested
 from rlhf.dist.world import World, read_world
+from rlhf.ending import end_failed
+from rlhf.preflight import check
 
 if TYPE_CHECKING:
     from rlhf.run import Run
@@ -31,12 +30,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         world = read_world()
         config = load_config(args.config, args.overrides)
+        check(config, world.size, args.config)
         loop = find_loop(args.loop)
-    except (ConfigError, RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError) as error:
         if os.environ.get("RANK", "0") == "0":
             print(error, file=sys.stderr)
         return EXIT_USAGE
-    return run_rank(config, world, loop)
+    return run_rank(config, world, loop, record=not args.no_record)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -44,6 +44,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("config", help="YAML file")
     out.add_argument("overrides", nargs="*", metavar="a.b=c", help="changed settings")
     out.add_argument("--loop", metavar="FILE.py:FUNCTION", help="a loop of your own over the parts")
+    out.add_argument("--no-record", action="store_true", help="read the run folder, write nothing")
     return out
 
 
@@ -82,7 +83,7 @@ def split_loop(spec: str) -> tuple[str, str]:
     return place, name
 
 
-def run_rank(config: Config, world: World, loop: Loop) -> int:
+def run_rank(config: Config, world: World, loop: Loop, *, record: bool = True) -> int:
     """Build the run, hand it to the loop, end it the same way on all ranks."""
     stopper = Stopper(world.rank, config.dist.stop_grace_s)
     stopper.install()
@@ -90,52 +91,18 @@ def run_rank(config: Config, world: World, loop: Loop) -> int:
     try:
         from rlhf.builder import build_on  # heavy imports start here
 
-        run = build_on(config, world, stopper)
-        loop(run)
+        run = build_on(config, world, stopper, record=record)
+        try:
+            loop(run)
+        except StopRequested as why:
+            run.save_asked(why)
+            return EXIT_STOPPED
         run.close()
-    except StopRequested as why:
-        return _stopped(run, why)
+    except StopRequested:
+        return EXIT_STOPPED  # before there was anything to save
     except BaseException as error:  # noqa: BLE001  (named to all ranks, then the process ends)
-        return _failed(config, world, stopper, error)
+        end_failed(config.run_dir, stopper, error)
     return 0
-
-
-def _stopped(run: Run | None, why: StopRequested) -> int:
-    """All ranks agreed to stop: save what is done, say how to go on."""
-    if run is None:
-        return EXIT_STOPPED
-    run.checkpoints.save()
-    if run.ground.plan.world.is_first:
-        print(
-            f"stopped: {why}; {run.checkpoints.steps_done} steps are saved in "
-            f"{run.checkpoints.folder}; the same command goes on from there",
-            file=sys.stderr,
-            flush=True,
-        )
-    run.close()
-    return EXIT_STOPPED
-
-
-def _failed(config: Config, world: World, stopper: Stopper, error: BaseException) -> int:
-    """Name the failure once, keep its traceback in a file, end this process and what it started."""
-    failure = stopper.fail(error)
-    text = "".join(traceback.format_exception(error))
-    folder = Path(config.run_dir) / "errors"
-    place = ""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"rank{world.rank}.txt"
-        path.write_text(text, encoding="utf-8")
-        place = f" (traceback: {path})"
-    except OSError:  # no folder to write to: the traceback goes where the line goes
-        print(text, file=sys.stderr)
-    if failure.rank == world.rank:
-        print(f"{failure}{place}", file=sys.stderr, flush=True)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends the others; we end ourselves
-    stopper.cleanup()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(EXIT_FAILED)
 
 
 if __name__ == "__main__":

@@ -238,7 +238,9 @@ def sampling_faults(sampling: SamplingSection) -> Iterator[str]:
     truncated = "the engine would sample from fewer tokens than the trainer gives probability to"
     if sampling.top_p < 1:
         yield f"rollout.sampling.top_p: must be 1 in training, is {sampling.top_p}: {truncated}"
-    if sampling.top_k not in (-1, 0):
+    if sampling.top_k < 1 and sampling.top_k != -1:
+        yield f"rollout.sampling.top_k: must be -1 (all tokens), is {sampling.top_k}"
+    elif sampling.top_k != -1:
         yield f"rollout.sampling.top_k: must be -1 in training, is {sampling.top_k}: {truncated}"
 
 

@@ -61,6 +61,7 @@ class PhaseGate:
         try:
             yield
         finally:
+            finish_device_work()
             name = f"{phase}_{role}" if role else str(phase)
             self._add(name, began)
             self._memory[name] = max(self._memory.get(name, 0.0), used_memory_gib())
@@ -79,9 +80,19 @@ class PhaseGate:
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - began
 
 
-def used_memory_gib() -> float:
-    """Memory of this process: allocated on its GPU, or resident on the host without one."""
+def finish_device_work() -> None:
+    """Kernels that a phase has started belong to its time."""
     if torch.cuda.is_available():
-        return torch.cuda.memory_allocated() / 2**30
+        torch.cuda.synchronize()
+
+
+def used_memory_gib() -> float:
+    """Memory of this process: the most allocated on its GPU since the last call, or what is
+    resident on the host without one.
+    """
+    if torch.cuda.is_available():
+        peak = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return peak / 2**30
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return pages * os.sysconf("SC_PAGESIZE") / 2**30

@@ -24,8 +24,8 @@ SRUN = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"
 
 
 def is_launched(environ: Mapping[str, str] = os.environ) -> bool:
-    """True under torchrun, or under srun with one task per rank."""
-    return "RANK" in environ or ("SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ)
+    """True under torchrun, or under srun with one task per rank and MASTER_ADDR set."""
+    return "RANK" in environ or ("SLURM_PROCID" in environ and "MASTER_ADDR" in environ)
 
 
 def read_world(environ: Mapping[str, str] = os.environ) -> World:

@@ -61,13 +61,27 @@ class Rollout:
     samples: tuple[Sample, ...]
 
 
-def request_seed(run_seed: int, step: int, prompt_uid: str, sample: int) -> int:
-    """A 31-bit seed that depends on nothing but its arguments."""
-    text = f"{run_seed}|{step}|{prompt_uid}|{sample}".encode()
+def request_seed(run_seed: int, step: int, prompt_uid: str, occurrence: int, sample: int) -> int:
+    """A 31-bit seed that depends on nothing but its arguments.
+
+    ``occurrence`` counts the same prompt within a step: the tail of one epoch and the head of the
+    next may meet there.
+    """
+    text = f"{run_seed}|{step}|{prompt_uid}|{occurrence}|{sample}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") & 0x7FFFFFFF
 
 
-def to_trajectory(prompt: Prompt, sample: int, done: Completion, version: int) -> Trajectory:
+def count_occurrences(uids: Sequence[str]) -> list[int]:
+    """How often each has come before."""
+    seen: dict[str, int] = {}
+    out = []
+    for uid in uids:
+        out.append(seen.get(uid, 0))
+        seen[uid] = out[-1] + 1
+    return out
+
+
+def to_trajectory(prompt: Prompt, sample: int, done: Completion) -> Trajectory:
     """The prompt's and the engine's own token ids, never decoded and encoded again.
 
     Trained is what the engine generated, stop token included; nothing is derived from token values,
@@ -83,7 +97,7 @@ def to_trajectory(prompt: Prompt, sample: int, done: Completion, version: int) -
         tokens=np.array([*prompt.token_ids, *done.token_ids], np.int32),
         loss_mask=mask,
         rollout_logprobs=logprobs,
-        versions=np.where(mask, version, -1).astype(np.int32),
+        versions=np.where(mask, done.version, -1).astype(np.int32),
         status=done.status,
     )
 
@@ -156,12 +170,13 @@ class Collector:
         if self._engine is None:
             return [], ()
         me = self._layout.coord(self._group.world.rank).engine
+        occurrences = count_occurrences([p.uid for p in prompts])
         share = [i for i in range(len(prompts)) if i % self._layout.num_engines == me]
         requests = [
             SampleRequest(
                 key=i * num_samples + s,
                 token_ids=prompts[i].token_ids,
-                seed=request_seed(self._seed, step, prompts[i].uid, s),
+                seed=request_seed(self._seed, step, prompts[i].uid, occurrences[i], s),
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
                 top_k=sampling.top_k,
@@ -175,7 +190,12 @@ class Collector:
 
         def take(done: Completion) -> None:
             prompt = prompts[done.key // num_samples]
-            trajectory = to_trajectory(prompt, done.key % num_samples, done, self.version)
+            if done.version != self.version:
+                raise RuntimeError(
+                    f"the engine answered with weights of version {done.version}, the trainer's "
+                    f"are {self.version}: a reshard is missing"
+                )
+            trajectory = to_trajectory(prompt, done.key % num_samples, done)
             text = self._text(done, sampling.stop_token_ids)
             score = self._scorer.score(prompt, text, trajectory)
             facts = self._facts(done.key, num_samples, prompt, trajectory, score)

@@ -72,6 +72,7 @@ class EngineHost:
         self._inbox: deque[Reply] = deque()
         self._info: EngineInfo | None = None
         self._child_pidfds: list[int] = []
+        self._watched: list[tuple[str, int]] = []
         self._calls = 0
         self._update_call: int | None = None
         self._update_limit_s = 0.0
@@ -118,8 +119,9 @@ class EngineHost:
             if isinstance(message, Ready):
                 self._info = message.info
         if not self._child_pidfds:
-            found = [open_pidfd(p) for n, p in self._info.pids.items() if n != "host"]
-            self._child_pidfds = [fd for fd in found if fd is not None]
+            found = [(n, open_pidfd(p)) for n, p in self._info.pids.items() if n != "host"]
+            self._watched = [(name, fd) for name, fd in found if fd is not None]
+            self._child_pidfds = [fd for _, fd in self._watched]
         return self._info
 
     def generate(
@@ -172,6 +174,12 @@ class EngineHost:
         Callable from ``on_completion`` and from any thread, not from a signal handler.
         """
         self._send(Abort())
+
+    def abort_quietly(self) -> None:
+        """:meth:`abort` for who asks unasked: an engine that is gone or not ready is no error."""
+        if self._info is not None and not self._closed:
+            with suppress(EngineDied, RuntimeError):
+                self.abort()
 
     def call_loader(self, messages: Sequence[dict[str, Any]], limit_s: float = 60.0) -> None:
         """One complete begin / loader call / end with one message per tp rank (open, table).
@@ -227,6 +235,13 @@ class EngineHost:
         """
         while (message := self._receive(0.0)) is not None:
             self._check_update(message)
+
+    def death(self) -> EngineDied | None:
+        """What is known of a death, from any thread; an engine that is closed has not died."""
+        if self._closed:
+            return None
+        gone = [name for name, fd in self._watched if not self._closed and wait_gone([fd], 0.0)]
+        return EngineDied(f"the rollout engine died: {', '.join(gone)} gone") if gone else None
 
     def kill(self) -> None:
         """SIGKILL to the host; the kernel ends its children. Never waits, from any thread."""

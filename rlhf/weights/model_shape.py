@@ -48,17 +48,15 @@ class ModelShape:
     norm_eps: float
     rope_theta: float
     rope_scaling: Llama3Rope | None
-    initializer_range: float
-    bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
-    pad_token_id: int | None
 
 
 def load_model_shape(folder: str | Path) -> ModelShape:
     """Read ``folder/config.json``.
 
     Raises:
-        ValueError: the folder or file is missing, or the model is not one that we train.
+        ValueError: the folder, the file or a key in it is missing, it is not JSON, or the model is
+            not one that we train.
     """
     path = Path(folder) / "config.json"
     if not path.is_file():
@@ -72,6 +70,8 @@ def load_model_shape(folder: str | Path) -> ModelShape:
         return parse_model_shape(raw)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+    except KeyError as error:
+        raise ValueError(f"{path}: key {error} is missing") from None
 
 
 def parse_model_shape(raw: Mapping[str, Any]) -> ModelShape:
@@ -79,6 +79,7 @@ def parse_model_shape(raw: Mapping[str, Any]) -> ModelShape:
 
     Raises:
         ValueError: unsupported architecture, or a feature that training or rollout lacks.
+        KeyError: a size is missing.
     """
     names = list(raw.get("architectures") or [])
     family = next((ARCHITECTURES[n] for n in names if n in ARCHITECTURES), None)
@@ -108,10 +109,7 @@ def parse_model_shape(raw: Mapping[str, Any]) -> ModelShape:
         norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
         rope_theta=theta,
         rope_scaling=scaling,
-        initializer_range=float(raw.get("initializer_range", 0.02)),
-        bos_token_id=raw.get("bos_token_id"),
         eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),),
-        pad_token_id=raw.get("pad_token_id"),
     )
 
 

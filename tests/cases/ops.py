@@ -227,7 +227,8 @@ def truncated_logprob(case: Case) -> Case:
 
 
 def _refuse_truncation(top_p: float, top_k: int, *, refused: bool) -> None:
-    faults = list(sampling_faults(SamplingSection(top_p=top_p, top_k=top_k)))
+    """``top_k`` 0 is "all tokens" in the cases, -1 in a configuration."""
+    faults = list(sampling_faults(SamplingSection(top_p=top_p, top_k=top_k or -1)))
     assert bool(faults) == refused, (top_p, top_k, faults)
 
 
@@ -249,7 +250,7 @@ def _trajectory(prompt_ids: list[int], generated: list[int]) -> Trajectory:
         status=Status.STOPPED,
         version=0,
     )
-    return to_trajectory(prompt, 0, done, 0)
+    return to_trajectory(prompt, 0, done)
 
 
 def token_fidelity(case: Case) -> Case:

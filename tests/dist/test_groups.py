@@ -68,5 +68,5 @@ def _fail(rank, world):
 
 def test_the_first_failure_is_the_one_that_counts():
     (_, second), (first, _) = run_ranks(_fail, 2)
-    assert str(first) == "stopped: rank 1, phase update, step 7: ValueError: no 1"
+    assert str(first) == "stopped: rank 1, phase update, step 7: ValueError: no 1 | more"
     assert second == first

@@ -30,7 +30,7 @@ FLOORS = [
     },
     {"planner", "memory", "mcore", "reshard", "weights.export"},
     {"roles", "rollout"},
-    {"loop", "evaluate", "run", "ground", "checkpoint", "recorder", "flow"},
+    {"loop", "evaluate", "run", "ending", "ground", "checkpoint", "recorder", "flow"},
     {"builder", "parts", "launch", "train", "cli", "bench", "convert", "doctor", "state"},
 ]
 """Lowest first; the longest matching name decides."""
