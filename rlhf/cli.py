@@ -47,6 +47,10 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _eval(args: argparse.Namespace) -> int:
+    from rlhf.config.load import load_config
+
+    if not load_config(args.config, args.overrides).data.eval:
+        raise ValueError(f"{args.config}:data.eval: is empty; `rlhf eval` needs a source there")
     return _run_loop(args, args.loop or "rlhf.loop:evaluate", "--no-record")
 
 

@@ -15,6 +15,7 @@ from rlhf.checkpoint import COMPLETE
 from rlhf.config.schema import ModelSection, TrainSection
 from rlhf.dist.layout import TrainLayout
 from rlhf.weights.model_shape import load_model_shape
+from rlhf.weights.whole_folder import whole_folder
 
 MODEL_SOURCE = "hf_source"
 """Key of run.json: the HF folder whose configuration and tokenizer belong to the weights."""
@@ -48,15 +49,12 @@ def _to_megatron(source: Path, target: Path) -> None:
 
     shape, layout = load_model_shape(source), TrainLayout(1)
     section = ModelSection(path=str(source), dtype=_dtype(source))
-    with _alone(layout):
+    record = {"steps_done": 0, MODEL_SOURCE: str(source.resolve()), "dtype": section.dtype}
+    with whole_folder(target) as writing, _alone(layout):
         model = build_model(shape, layout, section, TrainSection(), trainable=False)
         load_pieces(source, train_pieces(shape, layout, 0), model.params)
-        writing = target.with_name(target.name + ".writing")
-        writing.mkdir(parents=True)
         save_weights(writing, model)
-    record = {"steps_done": 0, MODEL_SOURCE: str(source.resolve()), "dtype": section.dtype}
-    (writing / COMPLETE).write_text(json.dumps(record, indent=1), encoding="utf-8")
-    writing.rename(target)
+        (writing / COMPLETE).write_text(json.dumps(record, indent=1), encoding="utf-8")
 
 
 def _to_hf(source: Path, target: Path) -> Path:

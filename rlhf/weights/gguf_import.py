@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from rlhf.weights.whole_folder import whole_folder
+
 LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
@@ -56,15 +58,13 @@ def import_gguf(gguf: Path, folder: Path) -> None:
 
     if (folder / "config.json").is_file():
         return
-    writing = folder.with_name(folder.name + ".writing")
-    writing.mkdir(parents=True, exist_ok=True)
     reader = GGUFReader(gguf)
     facts = {name: _value(field) for name, field in reader.fields.items()}
     config = _config(facts, {t.name for t in reader.tensors})
-    (writing / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-    _write_weights(reader, config, writing)
-    _write_tokenizer(gguf, facts, config, writing)
-    writing.rename(folder)
+    with whole_folder(folder) as writing:
+        (writing / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+        _write_weights(reader, config, writing)
+        _write_tokenizer(gguf, facts, config, writing)
 
 
 def _value(field: Any) -> Any:

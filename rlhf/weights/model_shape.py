@@ -64,10 +64,8 @@ def load_model_shape(folder: str | Path) -> ModelShape:
             f"model.path={folder}: no config.json there; give a Hugging Face model folder "
             "(config.json, *.safetensors, tokenizer.json)"
         )
-    with path.open(encoding="utf-8") as f:
-        raw = json.load(f)
     try:
-        return parse_model_shape(raw)
+        return parse_model_shape(json.loads(path.read_text(encoding="utf-8")))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     except KeyError as error:

@@ -43,6 +43,13 @@ def test_wrong_requests_are_named(tmp_path):
     status, text = convert(tmp_path / "missing", tmp_path / "out")
     assert status == 2
     assert "config.json" in text
+    torn = make_tiny(tmp_path / "torn", "llama")
+    (torn / "model.safetensors").write_bytes(b"no weights")
+    for _ in range(2):  # the second attempt is not disturbed by the first
+        status, text = convert(torn, tmp_path / "out")
+        assert status != 0
+        assert "torn" in text
+        assert not list(tmp_path.glob("out*"))
     (tmp_path / "there").mkdir()
     status, text = convert(tmp_path, tmp_path / "there")
     assert status == 2

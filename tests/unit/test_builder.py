@@ -15,9 +15,7 @@ def test_engines_inside_a_node_are_accepted(size, local):
 
 
 def test_an_engine_over_several_nodes_is_refused_with_both_numbers():
-    with pytest.raises(
-        ValueError, match=r"rollout.tp\*rollout.pp=8 must divide the 4 ranks.*lower"
-    ):
+    with pytest.raises(ValueError, match=r"rollout.tp\*rollout.pp=8 must divide the 4 ranks"):
         check_nodes(World(0, 16, 0, 4), 8)
     with pytest.raises(ValueError, match=r"=4 must divide the 6 ranks"):
         check_nodes(World(0, 12, 0, 6), 4)

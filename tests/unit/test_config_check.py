@@ -57,10 +57,7 @@ def shape(**changes: Any) -> ModelShape:
         "norm_eps": 1e-5,
         "rope_theta": 1e5,
         "rope_scaling": None,
-        "initializer_range": 0.02,
-        "bos_token_id": 1,
         "eos_token_ids": (2,),
-        "pad_token_id": 2,
     }
     return ModelShape(**{**facts, **changes})
 
@@ -108,6 +105,12 @@ def test_the_plain_configuration_holds(world):
         (["algorithm.dual_clip=1.1"], 1, ["algorithm.dual_clip: 1.1 must be above", "1.28"]),
         (["rollout.sampling.temperature=0"], 1, ["rollout.sampling.temperature: must be above 0"]),
         (["rollout.sampling.top_p=0.9"], 1, ["rollout.sampling.top_p: must be 1", "0.9"]),
+        (
+            ["rollout.sampling.top_k=0"],
+            1,
+            ["rollout.sampling.top_k: must be -1 (all tokens), is 0"],
+        ),
+        (["rollout.sampling.top_k=-2"], 1, ["rollout.sampling.top_k: must be -1", "is -2"]),
         (["rollout.sampling.top_k=5"], 1, ["rollout.sampling.top_k: must be -1", "5"]),
         (["rollout.sampling.max_new_tokens=8121"], 1, ["64 + 8121 + 8 = 8193", "8192 positions"]),
         (["eval.max_new_tokens=9000"], 1, ["eval.max_new_tokens: ", "9072", "8192"]),
