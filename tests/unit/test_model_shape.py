@@ -39,5 +39,5 @@ def test_a_missing_key_is_named_with_its_file(tmp_path, key):
 
 def test_a_file_that_is_not_json_is_named(tmp_path):
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="config.json: "):
+    with pytest.raises(ValueError, match=r"config\.json: "):
         load_model_shape(tmp_path)
