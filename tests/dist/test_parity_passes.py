@@ -57,7 +57,14 @@ def frozen_reference(rank, world, folder):
     _, _, reference = build(rank, world, folder, PP2, trainable=False)
     before = logprobs(model, micro, TEMPERATURE)
     kept = _copy(reference)
-    train(model, optimizer, micro, loss, TEMPERATURE)
+    seen = []
+
+    def loss_fn(logprobs, entropy, columns):
+        seen.append(logprobs.detach())
+        return loss(logprobs, entropy, columns)
+
+    train(model, optimizer, micro, loss_fn, TEMPERATURE)
+    mask = torch.cat([m.mask for m in micro])
     after = logprobs(model, micro, TEMPERATURE)
     of_reference = logprobs(reference, micro, TEMPERATURE)
     return {
@@ -67,7 +74,8 @@ def frozen_reference(rank, world, folder):
         "no_gradients": not any(p.requires_grad for p in reference.params.values()),
         "has_graph": after.requires_grad or of_reference.requires_grad,
         "empty": len(logprobs(model, [], TEMPERATURE)),
-        "untrained": float(after[~torch.cat([m.mask for m in micro])].abs().max()),
+        "untrained": float(after[~mask].abs().max()),
+        "ratio_is_one": not seen or torch.equal(torch.cat(seen), before[mask]),
     }
 
 
@@ -246,6 +254,7 @@ def results(tmp_path_factory):
 def test_the_reference_stays_where_the_actor_began(results):
     for rank in results["frozen_reference"]:
         assert rank["equal_before"]
+        assert rank["ratio_is_one"], "scored before the update and in it: the same bits"
         assert rank["moved"] > 1e-3
         assert rank["same_weights"]
         assert rank["no_gradients"]
