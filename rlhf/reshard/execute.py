@@ -6,7 +6,7 @@ While round r is on the wire, round r + 1 is packed and round r - 1 is written i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from rlhf.reshard.plan import Transfer
+from rlhf.reshard.polling import Poll
 from rlhf.reshard.schedule import Placed, RankPlan, Round
 from rlhf.reshard.targets import EngineTarget, Target, TensorTarget, part_view, rectangle
 from rlhf.reshard.transport import Parcel, Transport, TransportError
 from rlhf.reshard.windows import ReceiverError, Window
-
-Poll = Callable[[], None]
 
 
 @dataclass(slots=True)

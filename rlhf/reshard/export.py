@@ -20,6 +20,7 @@ from torch import Tensor
 from rlhf.dist.layout import TrainLayout
 from rlhf.reshard.execute import Mover
 from rlhf.reshard.plan import Topology, plan
+from rlhf.reshard.polling import Poll
 from rlhf.reshard.schedule import rank_plan
 from rlhf.reshard.transport import Transport
 from rlhf.weights.families import full_shapes, train_pieces
@@ -75,7 +76,7 @@ class Exporter:
         self._shards = [train_pieces(shape, layout, r) for r in range(layout.world)]
         self.files = assign_files(self._shapes, self._shards, dtype.itemsize, max_file_bytes)
 
-    def write(self, folder: str | Path, source: str | Path, poll: Callable[[], None]) -> None:
+    def write(self, folder: str | Path, source: str | Path, poll: Poll) -> None:
         """Make ``folder``: weights from the ranks, everything else copied from ``source``.
 
         The folder appears whole or not at all; one of the same name is replaced. Collective over
@@ -99,7 +100,7 @@ class Exporter:
                 shutil.rmtree(work, ignore_errors=True)
             raise
 
-    def _collect(self, batch: Sequence[ExportFile], poll: Callable[[], None]) -> dict[str, Tensor]:
+    def _collect(self, batch: Sequence[ExportFile], poll: Poll) -> dict[str, Tensor]:
         """The full tensors of the file of the batch that this rank writes; often none."""
         destination: list[list[Piece]] = [[] for _ in self._shards]
         for file in batch:

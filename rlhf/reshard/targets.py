@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from rlhf.reshard.polling import Poll
 from rlhf.reshard.schedule import Placed, RankPlan
 from rlhf.reshard.windows import Window
 from rlhf.weights.piece import Box
-
-Poll = Callable[[], None]
 
 
 class Target(Protocol):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-POLL_EVERY_S = 0.005
+from rlhf.reshard.polling import POLL_EVERY_S, Poll
 
 Parcel = tuple[Tensor, int]
 """(uint8 buffer, peer rank)."""
@@ -40,7 +40,7 @@ class Transport(Protocol):
         """Begin to send and receive; the buffers belong to the transport until ``wait``."""
         ...
 
-    def wait(self, limit_s: float, poll: Callable[[], None]) -> None:
+    def wait(self, limit_s: float, poll: Poll) -> None:
         """Return when all that was started has arrived.
 
         Raises:
@@ -96,7 +96,7 @@ class DistTransport:
         for work in dist.batch_isend_irecv(ops):
             self._pending.append(_Pending(peer, "exchanging messages with", work))
 
-    def wait(self, limit_s: float, poll: Callable[[], None]) -> None:
+    def wait(self, limit_s: float, poll: Poll) -> None:
         """Waits in a thread of its own: gloo's works can only be waited for, not asked."""
         if not self._pending:
             return
@@ -162,7 +162,7 @@ class LocalTransport:
             self._boxes[self._rank, peer].put(buffer.clone())
         self._incoming = list(incoming)
 
-    def wait(self, limit_s: float, poll: Callable[[], None]) -> None:
+    def wait(self, limit_s: float, poll: Poll) -> None:
         deadline = time.monotonic() + limit_s
         incoming, self._incoming = self._incoming, []
         for buffer, peer in incoming:
@@ -178,7 +178,7 @@ class LocalTransport:
     def close(self) -> None:
         self._incoming = []
 
-    def _take(self, peer: int, deadline: float, limit_s: float, poll: Callable[[], None]) -> Tensor:
+    def _take(self, peer: int, deadline: float, limit_s: float, poll: Poll) -> Tensor:
         while True:
             try:
                 return self._boxes[peer, self._rank].get(timeout=POLL_EVERY_S)

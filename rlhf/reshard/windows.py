@@ -8,26 +8,45 @@ import mmap
 import os
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rlhf.reshard.polling import POLL_EVERY_S, Poll
 from rlhf.reshard.wire import HEAD_BYTES, TEXT_AT, End, Word, align
 
-POLL_EVERY_S = 0.005
-"""How often a wait looks beyond the window: the engine's life, a stop request."""
 NAP_S = 1e-4
 """Sleep between two looks at a word."""
-
-Poll = Callable[[], None]
-"""Called while waiting; raises to end the wait."""
+EXPANDABLE = "expandable_segments:True"
 
 
 class ReceiverError(RuntimeError):
     """The engine's receiver failed or left an update early; carries its text."""
+
+
+@contextmanager
+def plain_segments() -> Iterator[None]:
+    """Device memory that is allocated inside can be exported to another process.
+
+    Importing an expandable segment needs pidfd_getfd, which containers deny
+    (github.com/pytorch/pytorch/issues/165685). While they are off, the allocator serves no request
+    from the expandable ones that it has; nothing is to be allocated at the same time elsewhere.
+    """
+    before = torch._C._accelerator_getAllocatorSettings()
+    if EXPANDABLE not in before:
+        yield
+        return
+    # the other settings are named again: none may fall back to its default
+    plain = before.replace(EXPANDABLE, "expandable_segments:False")
+    torch._C._accelerator_setAllocatorSettings(plain)
+    try:
+        yield
+    finally:
+        torch._C._accelerator_setAllocatorSettings(before)
 
 
 class Window:
@@ -60,7 +79,10 @@ class Window:
         if on_host:
             self._areas = self._memory[HEAD_BYTES : HEAD_BYTES + 2 * self.area_bytes]
         else:
-            self._areas = torch.empty(2 * self.area_bytes, dtype=torch.uint8, device=self.device)
+            with plain_segments():
+                self._areas = torch.empty(
+                    2 * self.area_bytes, dtype=torch.uint8, device=self.device
+                )
         self._sequence = 0
 
     @property

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlhf.weights.piece import Box, Piece, box_size
 
@@ -70,8 +71,6 @@ def read_index(folder: str | Path) -> CheckpointIndex:
     Raises:
         ValueError: there are none, or some that the index names are missing.
     """
-    from safetensors import safe_open
-
     folder = Path(folder)
     index = folder / INDEX_NAME
     if index.is_file():
@@ -86,7 +85,7 @@ def read_index(folder: str | Path) -> CheckpointIndex:
     single = folder / SINGLE_NAME
     if not single.is_file():
         raise ValueError(f"{folder}: neither {SINGLE_NAME} nor {INDEX_NAME} is there")
-    with safe_open(str(single), framework="pt") as f:
+    with _open(single) as f:
         return CheckpointIndex(folder, dict.fromkeys(f.keys(), SINGLE_NAME))
 
 
@@ -99,8 +98,6 @@ def check_index(folder: str | Path, shapes: Mapping[str, Sequence[int]]) -> Chec
     Raises:
         ValueError: a file or tensor is missing, or has another shape; all faults at once.
     """
-    from safetensors import safe_open
-
     index = read_index(folder)
     faults = [f"{name} is missing" for name in shapes if name not in index.files]
     by_file: dict[str, list[str]] = defaultdict(list)
@@ -108,7 +105,7 @@ def check_index(folder: str | Path, shapes: Mapping[str, Sequence[int]]) -> Chec
         if name in index.files:
             by_file[index.files[name]].append(name)
     for file, names in by_file.items():
-        with safe_open(str(index.folder / file), framework="pt") as f:
+        with _open(index.folder / file) as f:
             inside = set(f.keys())
             for name in names:
                 if name not in inside:
@@ -128,11 +125,10 @@ def load_pieces(folder: str | Path, pieces: Sequence[Piece], params: Mapping[str
     end of a parameter) become zero.
 
     Raises:
-        ValueError: a file or tensor is missing, or a region lies outside its tensor.
+        ValueError: a file or tensor is missing, a file is damaged, or a region lies outside its
+            tensor.
         RuntimeError: pieces and parameters do not belong together.
     """
-    from safetensors import safe_open
-
     padded = _check_coverage(pieces, params)
     index = read_index(folder)
     by_file: dict[Path, list[Piece]] = defaultdict(list)
@@ -141,7 +137,7 @@ def load_pieces(folder: str | Path, pieces: Sequence[Piece], params: Mapping[str
     for name, covered_rows in padded.items():
         params[name].data[covered_rows:].zero_()
     for path, inside in by_file.items():
-        with safe_open(str(path), framework="pt") as f:
+        with _open(path) as f:
             for piece in inside:
                 full = f.get_slice(piece.tensor)
                 _check_region(path, piece, tuple(full.get_shape()))
@@ -171,6 +167,18 @@ def write_index(folder: str | Path, files: Mapping[str, str], total_bytes: int) 
     index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(files.items()))}
     path = Path(folder) / INDEX_NAME
     path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[Any]:
+    """A safetensors file; what is wrong with it is a ValueError that names it."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(path), framework="pt") as f:
+            yield f
+    except SafetensorError as error:
+        raise ValueError(f"{path}: {error}; the file may be incomplete") from error
 
 
 def _slices(box: Box) -> tuple[slice, ...]:

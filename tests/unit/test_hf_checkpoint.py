@@ -187,3 +187,11 @@ def test_a_write_that_does_not_fit_is_an_os_error(tmp_path):
 )
 def test_weight_files_are_told_from_the_rest(name, expected):
     assert is_weight_file(name) is expected
+
+
+def test_a_damaged_file_is_named(single):
+    folder, _ = single
+    with (folder / "model.safetensors").open("r+b") as f:
+        f.truncate(100)
+    with pytest.raises(ValueError, match=r"model\.safetensors: .*may be incomplete"):
+        _load(folder, TrainLayout(1), 0)

@@ -14,7 +14,7 @@ from rlhf.reshard.execute import Mover
 from rlhf.reshard.plan import Topology, plan
 from rlhf.reshard.schedule import rank_plan
 from rlhf.reshard.transport import LocalHub
-from rlhf.reshard.windows import ReceiverError, Window
+from rlhf.reshard.windows import ReceiverError, Window, plain_segments
 from rlhf.reshard.wire import Word
 from rlhf.rollout import receiver
 from rlhf.weights.families import (
@@ -308,3 +308,24 @@ def test_a_window_leaves_no_name_and_survives_its_descriptor():
     assert rank.window.fd == -1
     rank.update()
     rank.assert_engine_holds(rank.full)
+
+
+@pytest.mark.parametrize(
+    "setting", ["", "expandable_segments:True", "max_split_size_mb:64,expandable_segments:True"]
+)
+def test_a_window_on_a_device_is_not_in_an_expandable_segment(setting):
+    """The rest of the allocator's settings stays, and all are back afterwards."""
+    read, write = (
+        torch._C._accelerator_getAllocatorSettings,
+        torch._C._accelerator_setAllocatorSettings,
+    )
+    before = read()
+    write(setting)
+    try:
+        with pytest.raises(OSError, match="no memory"), plain_segments():
+            inside = read()
+            raise OSError("no memory")
+        assert inside == setting.replace("segments:True", "segments:False")
+        assert read() == setting
+    finally:
+        write(before)
