@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from rlhf.run import Run
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rlhf.run import Run
 
 
 def train(run: Run) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torch.distributed.checkpoint import CheckpointException
-
 from rlhf.mcore.checkpoint import load_state, save_state
 from rlhf.mcore.model import TrainModel
 from rlhf.mcore.optimizer import Optimizer
@@ -34,11 +32,7 @@ class TrainState:
         Raises:
             RuntimeError: a rank could not write; on every rank.
         """
-        try:
-            save_state(folder, self._model, self._optimizer, {})
-        except CheckpointException as error:  # derives from BaseException
-            first = next(iter(error.failures.items()))
-            raise RuntimeError(f"rank {first[0]}: {first[1][0]!r}") from error
+        save_state(folder, self._model, self._optimizer)
 
     def load(self, folder: Path) -> None:
         """Restore what :meth:`save` wrote, under any layout."""

@@ -31,30 +31,38 @@ def main(argv: Sequence[str] | None = None) -> int:
         world = read_world()
         config = load_config(args.config, args.overrides)
         check(config, world.size, args.config)
-        loop = find_loop(args.loop)
+        split_loop(args.loop)
     except (RuntimeError, ValueError) as error:
         if os.environ.get("RANK", "0") == "0":
             print(error, file=sys.stderr)
         return EXIT_USAGE
-    return run_rank(config, world, loop, record=not args.no_record)
+    return run_rank(config, world, args.loop, record=not args.no_record)
 
 
 def parser() -> argparse.ArgumentParser:
     out = argparse.ArgumentParser(prog="python -m rlhf.train", description=__doc__)
     out.add_argument("config", help="YAML file")
     out.add_argument("overrides", nargs="*", metavar="a.b=c", help="changed settings")
-    out.add_argument("--loop", metavar="FILE.py:FUNCTION", help="a loop of your own over the parts")
+    out.add_argument(
+        "--loop",
+        metavar="FILE.py:FUNCTION",
+        default="rlhf.loop:train",
+        help="a loop of your own over the parts",
+    )
     out.add_argument("--no-record", action="store_true", help="read the run folder, write nothing")
     return out
 
 
-def find_loop(spec: str | None) -> Loop:
+def find_loop(spec: str) -> Loop:
     """The function that ``file.py:function`` or ``package.module:function`` names.
+
+    Runs the file or module: only after the stand-ins of a CPU machine are in place, as it may
+    import megatron.
 
     Raises:
         ValueError: there is no such file or function.
     """
-    place, name = split_loop(spec or "rlhf.loop:train")
+    place, name = split_loop(spec)
     if place.endswith(".py"):
         found = importlib.util.spec_from_file_location(Path(place).stem, place)
         assert found is not None
@@ -83,7 +91,7 @@ def split_loop(spec: str) -> tuple[str, str]:
     return place, name
 
 
-def run_rank(config: Config, world: World, loop: Loop, *, record: bool = True) -> int:
+def run_rank(config: Config, world: World, loop: str, *, record: bool = True) -> int:
     """Build the run, hand it to the loop, end it the same way on all ranks."""
     stopper = Stopper(world.rank, config.dist.stop_grace_s)
     stopper.install()
@@ -93,7 +101,7 @@ def run_rank(config: Config, world: World, loop: Loop, *, record: bool = True) -
 
         run = build_on(config, world, stopper, record=record)
         try:
-            loop(run)
+            find_loop(loop)(run)
         except StopRequested as why:
             run.save_asked(why)
             return EXIT_STOPPED

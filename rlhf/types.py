@@ -52,7 +52,6 @@ class Phase(StrEnum):
     SCORE = "score"
     UPDATE = "update"
     RESHARD = "reshard"
-    RESTORE = "restore"
     SAVE = "save"
     EVAL = "eval"
 

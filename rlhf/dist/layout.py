@@ -88,10 +88,6 @@ class TrainLayout:
         """Global rank at dense coordinates."""
         return tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
 
-    def replica_ranks(self, dp: int) -> list[int]:
-        """All ranks that train the sequences of one DP replica, ascending."""
-        return [r for r in range(self.world) if self.coord(r).dp == dp]
-
     def layers(self, num_layers: int, pp: int, vpp: int = 0) -> range:
         """Global numbers of the layers on stage ``pp``, virtual chunk ``vpp``.
 

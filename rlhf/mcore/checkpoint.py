@@ -26,16 +26,10 @@ from rlhf.mcore.model import TrainModel
 from rlhf.mcore.optimizer import Optimizer
 
 
-def save_state(
-    folder: Path,
-    model: TrainModel,
-    optimizer: Optimizer,
-    extra: Mapping[str, Any],
-) -> None:
+def save_state(folder: Path, model: TrainModel, optimizer: Optimizer) -> None:
     """Write everything into ``folder``, which must exist and be empty.
 
-    ``extra`` is small JSON-like data, equal on all ranks. Collective over all ranks; returns when
-    all files are on disk.
+    Collective over all ranks; returns when all files are on disk.
 
     Raises:
         RuntimeError: a rank could not write; raised on every rank, with the causes on rank 0.
@@ -49,14 +43,13 @@ def save_state(
         "common": {
             "layout": asdict(model.layout),
             "num_updates": optimizer.num_updates,
-            "extra": dict(extra),
         },
     }
     _write(folder, state)
 
 
-def load_state(folder: Path, model: TrainModel, optimizer: Optimizer) -> dict[str, Any]:
-    """Restore what :func:`save_state` wrote, by any layout; returns its ``extra``.
+def load_state(folder: Path, model: TrainModel, optimizer: Optimizer) -> None:
+    """Restore what :func:`save_state` wrote, by any layout.
 
     Random states come back if the layout is the one that wrote them; otherwise the seeds stay.
     Collective over all ranks.
@@ -78,8 +71,6 @@ def load_state(folder: Path, model: TrainModel, optimizer: Optimizer) -> dict[st
     optimizer.num_updates = common["num_updates"]
     if same_layout:
         _set_random_state(loaded["random"])
-    extra: dict[str, Any] = common["extra"]
-    return extra
 
 
 def save_weights(folder: Path, model: TrainModel) -> None:

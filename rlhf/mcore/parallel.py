@@ -1,7 +1,6 @@
 """The process grid of training: megatron's parallel state, built once per process.
 
-Actor and reference share it. The default process group must exist; ``torchrun`` or the worker entry
-make it.
+Actor and reference share it. The default process group must exist; ``rlhf.builder`` makes it.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from rlhf.dist.layout import TrainLayout
 class Groups:
     """This rank's process groups and where it stands in them."""
 
-    tp: Any
     pp: Any
     dp: Any  # ranks that hold the same weights; gradients are summed over it
     last_stage: int  # global rank of this pipeline's last stage
@@ -59,7 +57,6 @@ def current_groups() -> Groups:
     """The groups that :func:`initialize` made."""
     pp = parallel_state.get_pipeline_model_parallel_group()
     return Groups(
-        tp=parallel_state.get_tensor_model_parallel_group(),
         pp=pp,
         dp=parallel_state.get_data_parallel_group(with_context_parallel=True),
         last_stage=torch.distributed.get_global_rank(pp, pp.size() - 1),

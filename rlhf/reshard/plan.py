@@ -131,19 +131,6 @@ def plan(
     return ReshardPlan(world, itemsize, transfers)
 
 
-def lower_bound_bytes(source: Sequence[Shard], destination: Sequence[Shard], itemsize: int) -> int:
-    """Bytes that must change rank: what each destination piece needs and its rank does not hold."""
-    total = 0
-    for have, need in zip(source, destination, strict=True):
-        own = _index([have])
-        for piece in need:
-            missing = [piece.region]
-            for region in own.get(piece.tensor, {}):
-                missing = [rest for box in missing for rest in _subtract(box, region)]
-            total += sum(map(box_size, missing))
-    return total * itemsize
-
-
 def _index(shards: Sequence[Shard]) -> _Index:
     index: _Index = {}
     for rank, shard in enumerate(shards):

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Protocol
 
 from torch import Tensor
 
 from rlhf.dist.gate import PhaseGate
-from rlhf.mcore.forward import TrainStats, logprobs, train
+from rlhf.mcore.forward import LossFn, TrainStats, logprobs, train
 from rlhf.mcore.model import TrainModel
 from rlhf.mcore.optimizer import Optimizer
 from rlhf.types import Batch, Phase
-
-LossFn = Callable[[Tensor, Tensor, dict[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
 
 
 class Updates(Protocol):
@@ -50,7 +48,7 @@ class Actor:
     def logprobs(self, batch: Batch, step: int) -> Tensor:
         """old_logprobs [T] float32 of the trained tokens, before any update of the step.
 
-        Collective over the model-parallel ranks of this DP replica.
+        Collective over all ranks: the phase begins and ends together.
         """
         with self._gate.phase(Phase.SCORE, step, "actor"):
             return logprobs(self.model, batch.microbatches(), self._temperature)

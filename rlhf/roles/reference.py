@@ -19,7 +19,7 @@ class Reference:
         self._gate = gate
 
     def logprobs(self, batch: Batch, step: int) -> Tensor | None:
-        """ref_logprobs [T] float32. Collective over the ranks of this DP replica."""
+        """ref_logprobs [T] float32. Collective over all ranks: the phase begins together."""
         with self._gate.phase(Phase.SCORE, step, "reference"):
             return logprobs(self._model, batch.microbatches(), self._temperature)
 

@@ -1,6 +1,6 @@
 """Stand-ins that let the real megatron-core run on ranks without a GPU, over gloo.
 
-:func:`install` is called once by the worker entry, before anything builds a model; it does nothing
+:func:`install` is called once by ``rlhf.builder``, before anything builds a model; it does nothing
 when a GPU is present. What is replaced, and why, stands in the modules: ``runtime`` (torch.cuda
 calls and ``device="cuda"`` literals), ``rng`` (the CUDA generator), ``collectives`` (what gloo
 lacks), ``adam`` (type-name checks of the optimizers; FusedAdam, also used on a GPU that has neither
