@@ -16,33 +16,46 @@ LINE = re.compile(r"^stopped: rank (\d+), phase (\S+), step (-?\d+): (.*)$", re.
 LOOPS = '''
 import os
 
+import psutil
+
 import rlhf.loop
 
 
-def rank_raises(run):
-    """The usual loop, but rank 1 has a fault in step 1."""
+def planted(run, fault):
+    """The usual loop, but rank 1 meets a fault in step 1."""
     take = run.actor.logprobs
 
     def logprobs(batch, step):
         if step == 1 and run.ground.plan.world.rank == 1:
-            raise ArithmeticError("planted fault")
+            fault()
         return take(batch, step)
 
     run.actor.logprobs = logprobs
     rlhf.loop.train(run)
+
+
+def raises():
+    raise ArithmeticError("planted fault")
+
+
+def rank_raises(run):
+    planted(run, raises)
 
 
 def rank_dies(run):
-    """Rank 1 is gone without a word in step 1."""
-    take = run.actor.logprobs
+    planted(run, lambda: os.kill(os.getpid(), 9))
 
-    def logprobs(batch, step):
-        if step == 1 and run.ground.plan.world.rank == 1:
-            os.kill(os.getpid(), 9)
-        return take(batch, step)
 
-    run.actor.logprobs = logprobs
-    rlhf.loop.train(run)
+def engine_dies_while_ranks_train(run):
+    """No call to the engine is made after its scheduler has been killed."""
+    run.resharder.run(version=0, step=0)
+    rollout = run.collector.collect(run.prompts.take(0, 4), 0, run.sampling, 4)
+    batch = run.batcher.pack(rollout, 0)
+    if run.ground.plan.world.is_first:
+        family = psutil.Process().children(recursive=True)
+        next(p for p in family if "scheduler" in p.name()).kill()
+    while True:
+        run.actor.logprobs(batch, 1)
 '''
 
 
@@ -53,22 +66,22 @@ def config(tmp_path_factory):
     return tiny_config(folder, num_steps=400, data={"eval": []})
 
 
-def run_dir(config):
-    return config.parent / "run"
-
-
-def started(config, *arguments):
-    """A running job that has logged a step; a fresh run folder."""
-    name = f"run_dir={config.parent / 'run'}"
-    journal = run_dir(config) / "metrics.jsonl"
-    journal.unlink(missing_ok=True)
-    process = start("train", str(config), name, "checkpoint.resume=never", *arguments)
+def started(config, run_dir):
+    """A running job that has logged a step."""
+    process = start("train", str(config), f"run_dir={run_dir}")
+    journal = run_dir / "metrics.jsonl"
     wait_for(
-        lambda: process.poll() is not None or (journal.exists() and read_metrics(run_dir(config))),
-        120,
+        lambda: process.poll() is not None or (journal.exists() and read_metrics(run_dir)),
+        180,
         "the first step",
     )
     return process
+
+
+def with_loop(config, run_dir, name):
+    return start(
+        "train", str(config), f"run_dir={run_dir}", "--loop", f"{config.parent}/loops.py:{name}"
+    )
 
 
 def left_over(pids):
@@ -87,13 +100,12 @@ def family(process):
     return {p.pid: p.name() for p in psutil.Process(process.pid).children(recursive=True)}
 
 
-def ended(process, pids, status):
-    """(line, seconds): ended in time with this status, one line, and nothing left behind."""
+def ended(process, pids, limit_s):
+    """The one line of a run that fails in time and leaves nothing behind."""
     began = time.monotonic()
-    code, _, err = finish(process, LIMIT_S + 10)
-    seconds = time.monotonic() - began
-    assert seconds < LIMIT_S, err
-    assert code == status, err
+    code, _, err = finish(process, LIMIT_S)
+    assert time.monotonic() - began < limit_s, err
+    assert code == 1, err
     wait_for(lambda: not left_over(pids), 10, f"end of {pids}")
     lines = LINE.findall(err)
     assert len(lines) == 1, err
@@ -101,61 +113,67 @@ def ended(process, pids, status):
 
 
 @pytest.mark.parametrize("victim", ["scheduler", "detokenizer"])
-def test_a_killed_engine_process_ends_the_run_with_its_name(config, victim):
-    process = started(config)
+def test_a_killed_engine_process_ends_the_run_with_its_name(config, tmp_path, victim):
+    process = started(config, tmp_path)
     pids = family(process)
     target = next(pid for pid, name in pids.items() if victim[:8] in name)
     os.kill(target, signal.SIGKILL)
-    rank, _, _, cause = ended(process, pids, 1)
+    rank, _, _, cause = ended(process, pids, limit_s=10)
     assert rank in "01"
     assert "EngineDied" in cause
     assert victim in cause
 
 
-def test_a_rank_that_raises_ends_all_with_its_cause(config):
-    process = start(
-        "train",
-        str(config),
-        "checkpoint.resume=never",
-        "--loop",
-        f"{config.parent}/loops.py:rank_raises",
-    )
-    code, _, err = finish(process, 120)
+def test_an_engine_that_dies_while_ranks_train_is_seen(config, tmp_path):
+    code, _, err = finish(with_loop(config, tmp_path, "engine_dies_while_ranks_train"), 180)
     assert code == 1, err
+    ((rank, phase, step, cause),) = LINE.findall(err)
+    assert (rank, phase, step) == ("0", "score", "1")
+    assert "EngineDied" in cause
+    assert "scheduler" in cause
+
+
+def test_a_rank_that_raises_ends_all_with_its_cause(config, tmp_path):
+    code, _, err = finish(with_loop(config, tmp_path, "rank_raises"), 180)
+    assert code == 1, err
+    place = f"{tmp_path}/errors/rank1.txt"
     assert LINE.findall(err) == [
-        (
-            "1",
-            "pack",
-            "1",
-            f"ArithmeticError: planted fault (traceback: {run_dir(config)}/errors/rank1.txt)",
-        )
+        ("1", "pack", "1", f"ArithmeticError: planted fault (traceback: {place})")
     ]
-    assert "planted fault" in (run_dir(config) / "errors" / "rank1.txt").read_text()
+    assert "planted fault" in (tmp_path / "errors" / "rank1.txt").read_text(encoding="utf-8")
 
 
-def test_a_rank_that_vanishes_ends_the_others(config):
-    process = start(
-        "train",
-        str(config),
-        "checkpoint.resume=never",
-        "--loop",
-        f"{config.parent}/loops.py:rank_dies",
-    )
-    code, _, err = finish(process, 120)
+def test_a_rank_that_vanishes_is_named_and_ends_the_others(config, tmp_path):
+    code, _, err = finish(with_loop(config, tmp_path, "rank_dies"), 180)
     assert code == 1, err
-    assert [line[0] for line in LINE.findall(err)] in (["0"], [])
+    assert "stopped: rank 1 was killed by SIGKILL" in err
 
 
-def test_ctrl_c_saves_and_leaves_nothing(config):
-    process = started(config)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_saves_and_leaves_nothing(config, tmp_path, number):
+    """Ctrl-C reaches all processes of the terminal, USR1 the one it is sent to."""
+    process = started(config, tmp_path)
     pids = family(process)
-    os.killpg(process.pid, signal.SIGINT)
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)
+    else:
+        process.send_signal(number)
     code, _, err = finish(process, LIMIT_S)
     assert code == 75, err
-    assert "SIGINT" in err
+    assert signal.Signals(number).name in err
     assert "steps are saved in" in err
     assert not LINE.findall(err)
+    assert list((tmp_path / "checkpoints").glob("step_*/run.json"))
     wait_for(lambda: not left_over(pids), 10, f"end of {pids}")
+
+
+def test_a_run_that_must_not_resume_refuses_a_used_folder(config, tmp_path):
+    (tmp_path / "checkpoints" / "step_00000005").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step_00000005" / "run.json").write_text("{}", encoding="utf-8")
+    status, _, err = rlhf("train", str(config), f"run_dir={tmp_path}", "checkpoint.resume=never")
+    assert status == 1
+    assert "holds checkpoints of steps 5" in err
+    assert (tmp_path / "checkpoints" / "step_00000005" / "run.json").is_file()
 
 
 def test_what_the_user_got_wrong_is_refused_before_anything_starts(config):
