@@ -7,10 +7,12 @@ import signal
 import sys
 import traceback
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from rlhf.checkpoint import Checkpoints
 from rlhf.dist.stop import EXIT_FAILED, Stopper, StopRequested
+
+if TYPE_CHECKING:
+    from rlhf.checkpoint import Checkpoints
 
 
 def save_asked(checkpoints: Checkpoints, why: StopRequested, *, is_first: bool) -> None:
