@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import string
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +66,3 @@ def make_tiny(
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return Path(folder)
-
-
-ALPHABET = string.ascii_lowercase

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf.dist.layout import RolloutLayout, TrainLayout
-from rlhf.reshard.plan import ReshardPlan, Topology, lower_bound_bytes, plan
+from rlhf.reshard.plan import ReshardPlan, Topology, plan
 from rlhf.reshard.schedule import RankPlan, rank_plan, rank_plans
 from rlhf.reshard.wire import ALIGN_BYTES
 from rlhf.weights.families import rollout_pieces, train_pieces
 from rlhf.weights.piece import Piece, box_size, intersect
 from tests.helpers.shapes import make_shape, rollout_layouts, shapes, train_layouts
+from tests.helpers.shards import slices
 
 ITEMSIZE = 4
 
@@ -31,6 +33,22 @@ def pairs(draw) -> tuple[list[list[Piece]], list[list[Piece]]]:
         [rollout_pieces(shape, rollout, r) for r in range(world)],
     ]
     return tuple(draw(st.permutations(sides)))
+
+
+def lower_bound_bytes(source, destination, itemsize):
+    """Bytes that must change rank: elements that a piece needs and its rank does not hold."""
+    total = 0
+    for have, need in zip(source, destination, strict=True):
+        held = {}
+        for piece in [*(p for shard in source for p in shard), *need]:
+            ends = [stop for _, stop in piece.region]
+            known = held.get(piece.tensor, ends)
+            held[piece.tensor] = [max(pair) for pair in zip(known, ends, strict=True)]
+        held = {tensor: np.zeros(shape, bool) for tensor, shape in held.items()}
+        for piece in have:
+            held[piece.tensor][slices(piece.region)] = True
+        total += sum(int((~held[p.tensor][slices(p.region)]).sum()) for p in need)
+    return total * itemsize
 
 
 def _topology(world: int) -> Topology:
