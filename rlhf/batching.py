@@ -1,7 +1,7 @@
 """From trajectories on many ranks to packed micro-batches: decided alike on every rank.
 
 Every rank knows the facts of all trajectories (lengths, scores) and computes the same schedule;
-tokens then travel once, to the ranks that train them (``rollout.collect``), which assemble their
+tokens then travel once, to the ranks that train them (``rollout.batcher``), which assemble their
 :class:`~rlhf.types.Batch`.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,8 @@ from rlhf.weights.model_shape import ModelShape
 
 KARMARKAR_KARP_LIMIT = 2048
 """Above this many sequences the greedy rule is as good and much faster."""
+MAX_IMBALANCE = 1.01
+"""Largest over mean cost of the ranks that one micro-batch less is worth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,11 @@ class Budget:
     def rounded(self, num_tokens: int) -> int:
         return -(-num_tokens // self.align) * self.align
 
+    def fewest(self, num_tokens: int, dp: int) -> int:
+        """Micro-batches per rank that so many rounded tokens need at least."""
+        per_rank = -(-num_tokens // (self.tokens * dp))
+        return -(-per_rank // self.multiple) * self.multiple
+
 
 Schedule = list[list[list[int]]]
 """[dp rank][micro-batch] -> indices of sequences. Equal numbers of micro-batches on all ranks."""
@@ -84,13 +92,19 @@ def schedule_microbatches(
         )
     if not lengths:
         return [[] for _ in range(dp)]
-    shares = partition([cost(n) for n in lengths], dp)
-    tokens, _costs = [budget.rounded(n) for n in lengths], [cost(n) for n in lengths]
-    fewest = max(_fewest_bins([tokens[i] for i in share], budget.tokens) for share in shares)
-    num = -(-fewest // budget.multiple) * budget.multiple
-    return [
-        _pack(share, tokens, [cost(n) for n in lengths], num, budget.tokens) for share in shares
-    ]
+    tokens, costs = [budget.rounded(n) for n in lengths], [cost(n) for n in lengths]
+
+    def num_micro(shares: list[list[int]]) -> int:
+        fewest = max(len(_pack_tightly(share, tokens, budget.tokens)) for share in shares)
+        return -(-fewest // budget.multiple) * budget.multiple
+
+    shares = partition(costs, dp)
+    num = num_micro(shares)
+    if num > budget.fewest(sum(tokens), dp):
+        even = _even_in_both(tokens, costs, dp)
+        if _imbalance(costs, even) <= MAX_IMBALANCE and num_micro(even) < num:
+            shares, num = even, num_micro(even)
+    return [_pack(share, tokens, costs, num, budget.tokens) for share in shares]
 
 
 def partition(costs: Sequence[float], parts: int) -> list[list[int]]:
@@ -150,8 +164,58 @@ def _longest_order(indices: Sequence[int], tokens: Sequence[int]) -> list[int]:
     return sorted(indices, key=lambda i: (-tokens[i], i))
 
 
-def _fewest_bins(tokens: Sequence[int], cap: int) -> int:
-    return len(_first_fit(_longest_order(range(len(tokens)), tokens), tokens, cap))
+def _even_in_both(tokens: Sequence[int], costs: Sequence[float], parts: int) -> list[list[int]]:
+    """Groups of nearly equal tokens and nearly equal cost: longest first to whom lacks most."""
+    all_tokens, all_costs = sum(tokens), sum(costs)
+    heap = [(0.0, p) for p in range(parts)]
+    loads = [(0, 0.0)] * parts
+    out: list[list[int]] = [[] for _ in range(parts)]
+    for i in _longest_order(range(len(tokens)), tokens):
+        _, p = heapq.heappop(heap)
+        out[p].append(i)
+        loads[p] = (loads[p][0] + tokens[i], loads[p][1] + costs[i])
+        heapq.heappush(heap, (max(loads[p][0] / all_tokens, loads[p][1] / all_costs), p))
+    return [sorted(group) for group in out]
+
+
+def _imbalance(costs: Sequence[float], shares: Sequence[Sequence[int]]) -> float:
+    loads = [sum(costs[i] for i in share) for share in shares]
+    return max(loads) * len(loads) / sum(loads)
+
+
+def _pack_tightly(share: Sequence[int], tokens: Sequence[int], cap: int) -> list[list[int]]:
+    """As few bins as we find: first fit, or bins that are each filled as full as possible."""
+    order = _longest_order(share, tokens)
+    bins = _first_fit(order, tokens, cap)
+    fewest = -(-sum(tokens[i] for i in share) // cap)
+    if len(bins) == fewest or len(share) > KARMARKAR_KARP_LIMIT:
+        return bins
+    return min(bins, _fullest_bins(order, tokens, cap), key=len)
+
+
+def _fullest_bins(order: Sequence[int], tokens: Sequence[int], cap: int) -> list[list[int]]:
+    """Bin after bin the fullest that the items left can make, of the longest items possible."""
+    unit = math.gcd(cap, *(tokens[i] for i in order))
+    left, bins = list(order), []
+    while left:
+        first, *rest = left
+        rest.reverse()
+        room = (cap - tokens[first]) // unit
+        whole = (1 << (room + 1)) - 1
+        sums = [1]  # bit b of sums[k]: the k shortest have a subset of b units
+        for i in rest:
+            sums.append((sums[-1] | sums[-1] << tokens[i] // unit) & whole)
+        chosen, want = [first], sums[-1].bit_length() - 1
+        for k in range(len(rest), 0, -1):
+            size = tokens[rest[k - 1]] // unit
+            if size <= want and sums[k - 1] >> (want - size) & 1:
+                chosen.append(rest[k - 1])
+                want -= size
+        assert want == 0, f"{want} units of a bin have no items"
+        bins.append(chosen)
+        taken = set(chosen)
+        left = [i for i in left if i not in taken]
+    return bins
 
 
 def _pack(
@@ -164,7 +228,7 @@ def _pack(
     for i in order:
         fits = [b for b in range(num) if tokens[i] <= room[b]]
         if not fits:
-            return _split(_first_fit(_longest_order(share, tokens), tokens, cap), num)
+            return _split(_pack_tightly(share, tokens, cap), num)
         b = min(fits, key=lambda b: (load[b], b))
         bins[b].append(i)
         room[b] -= tokens[i]
@@ -273,11 +337,3 @@ def _assemble_micro(
         at += len(t.tokens)
     out["positions"][at:] = np.arange(total - at)
     return out, tuple(sequences)
-
-
-def packed_labels(tokens: Sequence[int], cu_seqlens: Sequence[int]) -> list[int | None]:
-    """What each position predicts: the next token of its own sequence, None at the last one."""
-    labels: list[int | None] = [*list(tokens[1:]), None]
-    for end in cu_seqlens[1:]:
-        labels[end - 1] = None
-    return labels

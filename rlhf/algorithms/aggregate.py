@@ -52,9 +52,3 @@ def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
     """
     # selected, not multiplied: NaN * 0 is NaN, in the value and in the gradient
     return torch.where(weights != 0, values, 0.0).mul(weights).sum()
-
-
-def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean of the selected values; 0 when none is selected."""
-    (weight,) = token_weights([int(mask.sum())], "token-mean")
-    return weighted_sum(values, mask.to(values.dtype) * weight)

@@ -18,9 +18,9 @@ import torch
 from pydantic import create_model
 
 from rlhf.algorithms.advantages import group_credits
-from rlhf.algorithms.aggregate import masked_mean, token_weights, weighted_sum
+from rlhf.algorithms.aggregate import token_weights, weighted_sum
 from rlhf.algorithms.losses import kl_estimate, policy_loss
-from rlhf.batching import Budget, SequenceCost, packed_labels, schedule_microbatches
+from rlhf.batching import Budget, SequenceCost, schedule_microbatches
 from rlhf.checkpoint import COMPLETE, complete_steps, select_delete, select_resume
 from rlhf.config.check import batch_faults, division_faults, sampling_faults
 from rlhf.config.load import load_text
@@ -33,9 +33,10 @@ from rlhf.data.tokenizer import load_tokenizer
 from rlhf.dist.layout import LayoutError, TrainLayout
 from rlhf.dist.stop import consensus
 from rlhf.mcore.logprobs import HeadSettings, linear_logprobs
+from rlhf.mcore.stream import keep_whole
 from rlhf.rollout.collect import response_mask, to_trajectory
 from rlhf.rollout.engine import Completion
-from rlhf.types import Prompt, Status, Trajectory
+from rlhf.types import MicroBatch, Prompt, Status, Trajectory
 from tests.helpers.tiny_models import tiny_tokenizer
 
 Case = dict[str, Any]
@@ -233,7 +234,17 @@ def _refuse_truncation(top_p: float, top_k: int, *, refused: bool) -> None:
 
 
 def packed_labels_(case: Case) -> Case:
-    return {"labels": packed_labels(case["input_ids"], case["cu_seqlens"])}
+    """The token that each row's hidden state is asked for, when all that can be are trained."""
+    borders = torch.tensor(case["cu_seqlens"], dtype=torch.int32)
+    tokens = torch.tensor(case["input_ids"])
+    mask = torch.ones(len(tokens), dtype=torch.bool)
+    mask[borders[:-1].long()] = False
+    stream = keep_whole(MicroBatch(tokens, torch.zeros_like(tokens), mask, borders, {}))
+    labels: list[int | None] = [None] * len(tokens)
+    rows = stream.needed[stream.source].tolist()
+    for row, target in zip(rows, stream.targets.tolist(), strict=True):
+        labels[row] = target
+    return {"labels": labels}
 
 
 def response_mask_(case: Case) -> Case:
@@ -268,7 +279,10 @@ def token_fidelity(case: Case) -> Case:
 
 
 def masked_mean_(case: Case) -> Case:
-    value = float(masked_mean(_floats(case["values"]), torch.tensor(case["mask"]).bool()))
+    """As a token-mean loss of one sequence."""
+    mask = torch.tensor(case["mask"]).float()
+    (weight,) = token_weights([int(mask.sum())], "token-mean")
+    value = float(weighted_sum(_floats(case["values"]), mask * weight))
     return {"value": value, "finite": math.isfinite(value)}
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf.algorithms.advantages import group_credits, kl_to_go
-from rlhf.algorithms.aggregate import masked_mean, token_weights, weighted_sum
+from rlhf.algorithms.aggregate import token_weights, weighted_sum
 from rlhf.algorithms.algorithm import Algorithm, update_metrics
 from rlhf.algorithms.gap import gap_metrics, gap_sums
 from rlhf.algorithms.losses import kl_estimate, policy_loss
@@ -232,7 +232,7 @@ def test_what_has_no_weight_counts_nowhere_not_even_nan():
     loss.backward()
     assert float(loss.detach()) == 2.0
     assert values.grad.tolist() == [0.5, 0.0, 0.5]
-    assert float(masked_mean(tensor(math.nan), torch.tensor([False]))) == 0.0
+    assert float(weighted_sum(tensor(math.nan), tensor(0.0))) == 0.0
     with pytest.raises(ValueError, match="needs a length"):
         token_weights([1], "fixed-length")
 
