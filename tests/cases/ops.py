@@ -209,22 +209,8 @@ def padded_vocab_logprob(case: Case) -> Case:
 def truncated_logprob(case: Case) -> Case:
     """The configuration refuses to sample so; both sides then are the full distribution."""
     _refuse_truncation(case["top_p"], case["top_k"], refused=True)
-    probs = case["probs"]
-    order = sorted(range(len(probs)), key=lambda i: -probs[i])
-    kept: list[int] = []
-    for i in order[: case["top_k"] or None]:
-        if sum(probs[k] for k in kept) < case["top_p"]:
-            kept.append(i)
-    logits = [math.log(p) for p in probs]
-    token = case["token"]
-    full = _logprob(logits, token, 1.0, len(logits))
-    cut = _logprob([logits[i] for i in kept], kept.index(token), 1.0, len(kept))
-    return {
-        "kept": sorted(kept),
-        "renormalised_logprob": cut,
-        "full_vocab_logprob": full,
-        "bias_if_mixed": math.exp(full - cut),
-    }
+    logits = [math.log(p) for p in case["probs"]]
+    return {"full_vocab_logprob": _logprob(logits, case["token"], 1.0, len(logits))}
 
 
 def _refuse_truncation(top_p: float, top_k: int, *, refused: bool) -> None:
@@ -363,7 +349,7 @@ def pack_schedule(case: Case) -> Case:
         tokens=case["cap"], align=case.get("align", 1), multiple=case["multiple_per_rank"]
     )
     schedule = schedule_microbatches(case["lengths"], case["dp"], budget, SequenceCost(1.0, 0.0))
-    return {"schedule": schedule, "warned": False}
+    return {"schedule": schedule}
 
 
 def ckpt_resume_select(case: Case) -> Case:
@@ -386,7 +372,7 @@ def ckpt_retention(case: Case) -> Case:
 
 def stop_consensus(case: Case) -> Case:
     agreed = consensus(case["flags_by_rank"])
-    return {"stop_on_every_rank": bool(agreed), "at_step": case["step"]}
+    return {"stop_on_every_rank": bool(agreed)}
 
 
 OPS: dict[str, Callable[[Case], Case]] = {
@@ -418,6 +404,25 @@ OPS: dict[str, Callable[[Case], Case]] = {
     "ckpt_retention": ckpt_retention,
     "stop_consensus": stop_consensus,
 }
+
+BEHAVIOUR: dict[tuple[str, str], str] = {
+    (
+        "stop_consensus",
+        "at_step",
+    ): "tests/e2e/test_failures.py::test_a_signal_saves_and_leaves_nothing",
+    (
+        "truncated_logprob",
+        "kept",
+    ): "tests/unit/test_config_check.py::test_impossible_combinations_are_refused_by_name",
+    (
+        "truncated_logprob",
+        "renormalised_logprob",
+    ): "tests/unit/test_config_check.py::test_impossible_combinations_are_refused_by_name",
+}
+"""(operation, expected key) that no function answers -> the test of the behaviour that proves it.
+
+A truncated distribution is refused, so nothing is kept of one and nothing is renormalised.
+"""
 
 WAITING: dict[str, tuple[str, ...]] = {
     "rewards for mathematics": ("math_reward", "boxed_extract", "gsm8k_extract"),
