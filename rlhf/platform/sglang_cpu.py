@@ -12,7 +12,8 @@ What stands in for what:
 * a placeholder ``torchvision``: SGLang imports its transforms for image models; the wheels are
   CUDA builds that do not load beside a CPU torch.
 * ``murmur_hash32``: hash of the seeded sampler.
-* ``moe_forward_native``: routed experts when some live on another rank.
+* ``moe_forward_native``: routed experts when some live on another rank; for the coming families,
+  no model that is supported now has experts or latent attention.
 * ``maybe_enable_batch_invariant_mode``: deterministic mode would replace aten by Triton kernels;
   on a CPU with one thread the aten operators repeat bit for bit as they are.
 """
