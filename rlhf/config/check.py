@@ -5,9 +5,8 @@ Every rule adds a ``key.path: what must hold, both numbers, what to do`` line; a
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +21,13 @@ from rlhf.config.schema import (
     SamplingSection,
     TrainSection,
 )
-from rlhf.dist.layout import LayoutError, RolloutLayout, TrainLayout
+from rlhf.dist.layout import (
+    LayoutError,
+    RolloutLayout,
+    TrainLayout,
+    engine_cut_faults,
+    train_cut_faults,
+)
 
 if TYPE_CHECKING:
     from rlhf.weights.model_shape import ModelShape
@@ -73,16 +78,9 @@ def _layout_faults(config: Config, shape: ModelShape, world: int) -> Iterator[st
     for key in ("first", "last"):
         if getattr(train, key) is not None and train.pp == 1:
             yield f"train.{key}: needs train.pp > 1, which is 1; leave it out"
-    yield from division_faults(
-        "train.tp",
-        train.tp,
-        {
-            "attention heads": shape.num_heads,
-            "KV heads": shape.num_kv_heads,
-            "feed-forward size": shape.ffn_size,
-        },
-    )
-    yield from engine_tensor_parallel_faults(rollout.tp, shape)
+    sizes = (shape.num_heads, shape.num_kv_heads, shape.ffn_size)
+    yield from train_cut_faults(train.tp, *sizes)
+    yield from engine_cut_faults(rollout.tp, 1, *sizes)
     yield from _grid_faults(train, shape, world)
     try:
         RolloutLayout(world, rollout.tp, rollout.dp, rollout.ep, rollout.pp, rollout.a2a)
@@ -115,37 +113,6 @@ def train_layout(train: TrainSection, world: int) -> TrainLayout:
     return TrainLayout(
         world, train.tp, train.pp, train.vpp, train.cp, train.ep, train.etp, train.first, train.last
     )
-
-
-def divisors(*numbers: int) -> list[int]:
-    """The numbers that divide all of ``numbers``, ascending."""
-    common = math.gcd(*numbers)
-    return [d for d in range(1, common + 1) if common % d == 0]
-
-
-def division_faults(key: str, parts: int, sizes: Mapping[str, int]) -> Iterator[str]:
-    """What is spread over ``parts`` ranks must divide evenly; names all that does not."""
-    bad = [f"{name} {size}" for name, size in sizes.items() if size % parts]
-    if bad:
-        allowed = ", ".join(map(str, divisors(*sizes.values())))
-        yield f"{key}: {parts} must divide the model's {', '.join(bad)}; set it to one of {allowed}"
-
-
-def engine_tensor_parallel_faults(tp: int, shape: ModelShape) -> Iterator[str]:
-    """An engine may copy KV heads: tp divides them or is a multiple of them."""
-    kv = shape.num_kv_heads
-
-    def fits(tp: int) -> bool:
-        heads = shape.num_heads % tp == 0 and shape.ffn_size % tp == 0
-        return heads and (kv % tp == 0 or tp % kv == 0)
-
-    if not fits(tp):
-        allowed = [t for t in divisors(shape.num_heads, shape.ffn_size) if fits(t)]
-        yield (
-            f"rollout.tp: {tp} must divide the model's {shape.num_heads} attention heads and "
-            f"feed-forward size {shape.ffn_size}, and divide its {kv} KV heads or be a multiple "
-            f"of them; set it to one of {', '.join(map(str, allowed))}"
-        )
 
 
 def _feature_faults(train: TrainSection, rollout: RolloutSection) -> Iterator[str]:

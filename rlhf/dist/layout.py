@@ -6,6 +6,7 @@ parallel state orders them. Engine i of the rollout layout holds ranks [i * size
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -184,3 +185,43 @@ class RolloutLayout:
 
     def engine_ranks(self, engine: int) -> range:
         return range(engine * self.engine_size, (engine + 1) * self.engine_size)
+
+
+def division_faults(key: str, parts: int, sizes: Mapping[str, int]) -> Iterator[str]:
+    """What is spread over ``parts`` ranks must divide evenly; names all that does not."""
+    bad = [f"{name} {size}" for name, size in sizes.items() if size % parts]
+    if bad:
+        allowed = _listed(d for d in range(1, min(sizes.values()) + 1) if _divides(d, sizes))
+        yield f"{key}: {parts} must divide the model's {', '.join(bad)}; set it to one of {allowed}"
+
+
+def train_cut_faults(tp: int, heads: int, kv_heads: int, ffn_size: int) -> Iterator[str]:
+    """Megatron copies no KV heads."""
+    sizes = {"attention heads": heads, "KV heads": kv_heads, "feed-forward size": ffn_size}
+    return division_faults("train.tp", tp, sizes)
+
+
+def engine_cut_faults(tp: int, dp: int, heads: int, kv_heads: int, ffn_size: int) -> Iterator[str]:
+    """SGLang may copy KV heads: the ranks of an attention group divide them or are a multiple."""
+
+    def fits(tp: int) -> bool:
+        attention_tp = max(1, tp // dp)
+        whole = heads % attention_tp == 0 and ffn_size % tp == 0
+        return whole and (kv_heads % attention_tp == 0 or attention_tp % kv_heads == 0)
+
+    if not fits(tp):
+        allowed = _listed(t for t in range(dp, heads * dp + 1, dp) if fits(t))
+        over = "" if dp == 1 else f" (attention: rollout.tp/rollout.dp={tp // dp})"
+        yield (
+            f"rollout.tp: {tp}{over} must divide the model's {heads} attention heads and "
+            f"feed-forward size {ffn_size}, and divide its {kv_heads} KV heads or be a multiple "
+            f"of them; set it to one of {allowed}"
+        )
+
+
+def _divides(parts: int, sizes: Mapping[str, int]) -> bool:
+    return all(size % parts == 0 for size in sizes.values())
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, numbers))

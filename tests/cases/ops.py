@@ -22,7 +22,7 @@ from rlhf.algorithms.aggregate import token_weights, weighted_sum
 from rlhf.algorithms.losses import kl_estimate, policy_loss
 from rlhf.batching import Budget, SequenceCost, schedule_microbatches
 from rlhf.checkpoint import COMPLETE, complete_steps, select_delete, select_resume
-from rlhf.config.check import batch_faults, division_faults, sampling_faults
+from rlhf.config.check import batch_faults, sampling_faults
 from rlhf.config.load import load_text
 from rlhf.config.schema import BatchSection, Float, Int, SamplingSection, Section
 from rlhf.data.jsonl import read_jsonl
@@ -30,7 +30,7 @@ from rlhf.data.mix import EpochOrder, PromptSource
 from rlhf.data.prompts import drop_empty, drop_overlong
 from rlhf.data.sources import Row
 from rlhf.data.tokenizer import load_tokenizer
-from rlhf.dist.layout import LayoutError, TrainLayout
+from rlhf.dist.layout import LayoutError, TrainLayout, division_faults
 from rlhf.dist.stop import consensus
 from rlhf.mcore.logprobs import HeadSettings, linear_logprobs
 from rlhf.mcore.stream import keep_whole

@@ -184,8 +184,8 @@ def test_vocabulary_is_padded_to_equal_shares():
 @pytest.mark.parametrize(
     "settings_,layout,words",
     [
-        ({"num_key_value_heads": 2}, TrainLayout(4, tp=4), ["train.tp=4", "num_key_value_heads=2"]),
-        ({}, TrainLayout(3, tp=3), ["train.tp=3", "num_attention_heads=8"]),
+        ({"num_key_value_heads": 2}, TrainLayout(4, tp=4), ["train.tp: 4", "KV heads 2"]),
+        ({}, TrainLayout(3, tp=3), ["train.tp: 3", "attention heads 8"]),
         ({}, TrainLayout(5, pp=5), ["train.pp=5", "layers, 4"]),
     ],
 )
@@ -200,9 +200,9 @@ def test_layouts_that_megatron_cannot_cut_are_refused(settings_, layout, words):
     [
         ("llama", {"tie_word_embeddings": True}, RolloutLayout(2, pp=2), ["rollout.pp=2", "tied"]),
         ("llama", {}, RolloutLayout(2, tp=2, dp=2), ["rollout.dp=2", "DP-attention"]),
-        ("qwen3", {}, RolloutLayout(3, tp=3), ["rollout.tp=3", "num_attention_heads=8"]),
+        ("qwen3", {}, RolloutLayout(3, tp=3), ["rollout.tp: 3", "8 attention heads"]),
         ("qwen3", {"num_key_value_heads": 3, "num_attention_heads": 12}, RolloutLayout(2, tp=2),
-         ["rollout.tp=2", "num_key_value_heads=3"]),
+         ["rollout.tp: 2", "3 KV heads"]),
     ],
 )  # fmt: skip
 def test_layouts_that_sglang_cannot_cut_are_refused(family, settings_, layout, words):

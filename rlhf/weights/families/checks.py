@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from rlhf.dist.layout import LayoutError, RolloutLayout, TrainLayout
+from rlhf.dist.layout import (
+    LayoutError,
+    RolloutLayout,
+    TrainLayout,
+    division_faults,
+    engine_cut_faults,
+    train_cut_faults,
+)
 from rlhf.weights.families.family import Family
 from rlhf.weights.model_shape import ModelShape
-
-
-def _indivisible(key: str, parts: int, sizes: dict[str, int]) -> list[str]:
-    return [
-        f"{key}={parts} must divide {name}={size}; set it to a divisor of {size}"
-        for name, size in sizes.items()
-        if size % parts
-    ]
 
 
 def check_train(shape: ModelShape, layout: TrainLayout) -> None:
@@ -20,16 +19,8 @@ def check_train(shape: ModelShape, layout: TrainLayout) -> None:
     Raises:
         LayoutError: Megatron cannot cut this model so.
     """
-    faults = _indivisible(
-        "train.tp", layout.tp, {"num_attention_heads": shape.num_heads, "ffn size": shape.ffn_size}
-    )
-    if shape.num_kv_heads < layout.tp:
-        faults.append(
-            f"train.tp={layout.tp} must be at most num_key_value_heads={shape.num_kv_heads}: "
-            f"training does not replicate KV heads; set train.tp to {shape.num_kv_heads} or less"
-        )
-    else:
-        faults += _indivisible("train.tp", layout.tp, {"num_key_value_heads": shape.num_kv_heads})
+    sizes = (shape.num_heads, shape.num_kv_heads, shape.ffn_size)
+    faults = list(train_cut_faults(layout.tp, *sizes))
     if layout.pp > shape.num_layers:
         faults.append(
             f"train.pp={layout.pp} must be at most the number of layers, {shape.num_layers}"
@@ -43,17 +34,10 @@ def check_rollout(shape: ModelShape, family: Family, layout: RolloutLayout) -> N
     Raises:
         LayoutError: SGLang cannot cut this model so.
     """
-    attention_tp = layout.tp // layout.dp
-    key = "rollout.tp" if layout.dp == 1 else "rollout.tp/rollout.dp"
-    faults = _indivisible(key, attention_tp, {"num_attention_heads": shape.num_heads})
-    faults += _indivisible("rollout.tp", layout.tp, {"ffn size": shape.ffn_size})
-    kv_heads = shape.num_kv_heads
-    if max(kv_heads, attention_tp) % min(kv_heads, attention_tp):
-        faults.append(
-            f"{key}={attention_tp} must divide num_key_value_heads={kv_heads}, or be a multiple "
-            "of it"
-        )
-    faults += _indivisible("rollout.tp", layout.tp, {"padded vocabulary": engine_vocab(shape)})
+    sizes = (shape.num_heads, shape.num_kv_heads, shape.ffn_size)
+    faults = list(engine_cut_faults(layout.tp, layout.dp, *sizes))
+    vocabulary = {"padded vocabulary": engine_vocab(shape)}
+    faults += division_faults("rollout.tp", layout.tp, vocabulary)
     if layout.dp > 1 and not family.attention_dp:
         faults.append(
             f"rollout.dp={layout.dp} must be 1: SGLang's {shape.family} has no DP-attention"
