@@ -73,10 +73,11 @@ def _run_loop(args: argparse.Namespace, loop: str | None, *flags: str) -> int:
     if is_launched():
         return run_rank(arguments)
     from rlhf.launch import default_ranks, launch
-    from rlhf.preflight import check
+    from rlhf.preflight import check, check_data
 
     ranks = config.dist.ranks or default_ranks()
     check(config, ranks, args.config)
+    check_data(config)
     return launch("rlhf.train", arguments, ranks)
 
 

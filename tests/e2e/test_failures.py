@@ -1,7 +1,9 @@
 """What goes wrong ends all ranks together, soon, with one line that names rank, phase and cause."""
 
+import json
 import os
 import re
+import shutil
 import signal
 import time
 
@@ -190,3 +192,36 @@ def test_what_the_user_got_wrong_is_refused_before_anything_starts(config):
     status, _, err = rlhf("train", str(config), "model.path=/nowhere", limit_s=60)
     assert status == 2
     assert "/nowhere" in err
+
+
+def wrong(config, *settings):
+    """The refusal of a run with these settings: status 2, nothing started, no traceback."""
+    status, out, err = rlhf("train", str(config), *settings, limit_s=60)
+    assert status == 2, err
+    assert "Traceback" not in out + err
+    assert "held-out" not in out + err
+    return err
+
+
+def test_faulty_data_is_refused_before_anything_starts(config, tmp_path):
+    good = (config.parent / "train.jsonl").read_text(encoding="utf-8")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(good + '{"prompt": "abc>", "answer"\n', encoding="utf-8")
+    assert re.search(r"rows\.jsonl.*65", wrong(config, f"data.train.0.path={rows}"))
+    assert "/nowhere.jsonl" in wrong(config, "data.train.0.path=/nowhere.jsonl")
+    assert "max_prompt_tokens=2" in wrong(config, "data.max_prompt_tokens=2")
+    assert "abc" in wrong(config, "rollout.sampling.stop=[abc]")
+    assert "no_rule" in wrong(config, "data.train.0.reward=no_rule")
+
+
+def test_a_damaged_model_folder_is_refused_before_anything_starts(config, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(config.parent / "model", model)
+    (model / "model.safetensors").unlink()
+    assert str(model) in wrong(config, f"model.path={model}")
+    raw = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    raw["architectures"] = ["MambaForCausalLM"]
+    (model / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+    err = wrong(config, f"model.path={model}")
+    assert "MambaForCausalLM" in err
+    assert "Qwen3ForCausalLM" in err
