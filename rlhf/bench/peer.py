@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,8 @@ def main() -> int:
         write_rows(config, work / "rows.jsonl")
         results = {
             "trl": run_trl(args.python, config, work),
-            "all_groups": run_ours(args.config, overrides, work / "all", skip=False),
-            "signal_only": run_ours(args.config, overrides, work / "some", skip=True),
+            "all_groups": run_ours(args.config, overrides, work / "all", args.steps, skip=False),
+            "signal_only": run_ours(args.config, overrides, work / "some", args.steps, skip=True),
         }
     sequences = config.batch.prompts_per_step * config.batch.samples_per_prompt
     for result in results.values():
@@ -80,22 +81,30 @@ def run_trl(python: str, config: Config, work: Path) -> dict[str, Any]:
         *("--samples", str(config.batch.samples_per_prompt)),
         *("--new-tokens", str(config.rollout.sampling.max_new_tokens)),
     ]
-    out, peak_gib = run_watched(command)
+    out, peak_gib = run_watched(command, lambda: False)
     record = json.loads(out.split("RESULT ", 1)[1].splitlines()[0])
     return _summary(
         [s["seconds"] for s in record["steps"]], [s["reward"] for s in record["steps"]], peak_gib
     )
 
 
-def run_ours(config: str, overrides: list[str], run_dir: Path, *, skip: bool) -> dict[str, Any]:
+def run_ours(
+    config: str, overrides: list[str], run_dir: Path, num_steps: int, *, skip: bool
+) -> dict[str, Any]:
     command = [
         *(sys.executable, "-m", "rlhf.cli", "train", config, *overrides),
         *(f"run_dir={run_dir}", f"algorithm.skip_zero_signal={str(skip).lower()}"),
         *("checkpoint.export_hf=false", "eval.every=0", "data.eval=[]"),
         *("track.swanlab=off", "track.tensorboard=false"),
     ]
-    _, peak_gib = run_watched(command)
-    steps = read_journal(run_dir / "metrics.jsonl").steps
+    journal = run_dir / "metrics.jsonl"
+
+    def trained() -> bool:
+        """The last step is logged: what follows is the checkpoint, which TRL does not write."""
+        return journal.exists() and len(read_journal(journal).steps) == num_steps
+
+    _, peak_gib = run_watched(command, trained)
+    steps = read_journal(journal).steps
     return _summary([s["seconds/step"] for s in steps], [s["reward/mean"] for s in steps], peak_gib)
 
 
@@ -108,14 +117,17 @@ def _summary(seconds: list[float], rewards: list[float], peak_gib: float) -> dic
     }
 
 
-def run_watched(command: list[str]) -> tuple[str, float]:
-    """(stdout, largest sum of the proportional memory of the command and its children, GiB)."""
+def run_watched(command: list[str], over: Callable[[], bool]) -> tuple[str, float]:
+    """(stdout, largest sum of the proportional memory of the command and its children, GiB).
+
+    Memory counts until ``over`` is true for the first time.
+    """
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         peak = [0.0]
         done = threading.Event()
 
         def watch() -> None:
-            while not done.wait(POLL_S):
+            while not done.wait(POLL_S) and not over():
                 peak[0] = max(peak[0], _family_gib(process.pid))
 
         watcher = threading.Thread(target=watch, daemon=True)
