@@ -130,7 +130,8 @@ def test_an_engine_that_dies_while_ranks_train_is_seen(config, tmp_path):
     code, _, err = finish(with_loop(config, tmp_path, "engine_dies_while_ranks_train"), 180)
     assert code == 1, err
     ((rank, phase, step, cause),) = LINE.findall(err)
-    assert (rank, phase, step) == ("0", "score", "1")
+    assert rank in "01"  # the node's zygote is the parent of both schedulers
+    assert (phase, step) == ("score", "1")
     assert "EngineDied" in cause
     assert "scheduler" in cause
 
