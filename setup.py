@@ -22,7 +22,7 @@ setup(
     install_requires=CORE,
     extras_require={
         "train": [
-            "torch>=2.6",
+            "torch>=2.11",
             "megatron-core>=0.16.1,<0.17",
             "einops>=0.8",
             "tokenizers>=0.21",
