@@ -45,7 +45,7 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/codespell rlhf tests docs configs launch README.md Makefile
+	$(BIN)/codespell rlhf tests docs configs README.md Makefile
 
 format: install
 	$(BIN)/ruff check --fix .
