@@ -36,11 +36,12 @@ def launch(module: str, arguments: Sequence[str], num_ranks: int) -> int:
     try:
         elastic_launch(config, sys.executable)("-m", module, *arguments)
     except ChildFailedError as error:
-        rank, first = error.get_first_failure()
-        if first.exitcode < 0:  # it could not say so itself
-            name = signal.Signals(-first.exitcode).name
-            print(f"stopped: rank {rank} was killed by {name}", file=sys.stderr, flush=True)
-        return first.exitcode if first.exitcode > 0 else EXIT_FAILED
+        for rank, failure in sorted(error.failures.items()):
+            if failure.exitcode < 0:  # it could not say so itself
+                name = signal.Signals(-failure.exitcode).name
+                print(f"stopped: rank {rank} was killed by {name}", file=sys.stderr, flush=True)
+        status = min(failure.exitcode for failure in error.failures.values())
+        return status if status > 0 else EXIT_FAILED
     except SignalException:
         return EXIT_STOPPED
     return 0
