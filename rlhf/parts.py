@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import platform
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 import torch
 
@@ -63,6 +66,7 @@ def build_parts(ground: Ground, engine: EngineHost | None, *, record: bool) -> R
     if record and config.checkpoint.resume == "never":
         checkpoints.refuse_others()
     if record and plan.world.is_first:
+        ground.closers.append(lock_run_dir(Path(config.run_dir)).close)
         save_resolved(config)
     collector = _collector(ground, engine, tokenizer, rewards)
     run = Run(
@@ -254,6 +258,30 @@ def _exporter(ground: Ground, actor: Actor) -> Exporter:
         transport=DistTransport(device=ground.device),
         gather=ground.group.gather,
     )
+
+
+def lock_run_dir(folder: Path) -> TextIO:
+    """Hold the run folder until the returned file is closed or this process ends.
+
+    Raises:
+        ValueError: another run holds it; the two would overwrite one another.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = (folder / ".lock").open("a+", encoding="utf-8")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        holder = lock.read().strip()
+        lock.close()
+        raise ValueError(
+            f"run_dir={folder} is in use by {holder or 'another run'}; wait for it, end it, or "
+            "give another run_dir"
+        ) from None
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {platform.node()}\n")
+    lock.flush()
+    return lock
 
 
 def save_resolved(config: Config) -> Path:
