@@ -62,7 +62,7 @@ class Decoder(GPTModel):
             self.output_layer = LogprobHead(
                 self.output_layer, shape.vocab_size, train.logprob_chunk_tokens, fp32_head
             )
-        if shape.rope_scaling is not None:
+        if isinstance(shape.rope_scaling, Llama3Rope):
             rope = self.rotary_pos_emb
             rope.inv_freq = scale_rope(rope.inv_freq, shape.rope_scaling)
 

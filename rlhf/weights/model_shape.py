@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-ARCHITECTURES: Mapping[str, Literal["llama", "qwen2", "qwen3"]] = {
+FamilyName = Literal["llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe"]
+
+ARCHITECTURES: Mapping[str, FamilyName] = {
     "LlamaForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
@@ -30,10 +32,57 @@ class Llama3Rope:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelShape:
-    """A dense decoder-only model. Sizes are elements."""
+class YarnRope:
+    """YaRN's scaled rotary frequencies (arXiv:2309.00071)."""
 
-    family: Literal["llama", "qwen2", "qwen3"]
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float
+    beta_slow: float
+    mscale: float
+    mscale_all_dim: float
+
+
+@dataclass(frozen=True, slots=True)
+class MLAShape:
+    """Multi-head latent attention (arXiv:2405.04434, section 2.1): sizes of its projections."""
+
+    q_lora_rank: int | None
+    """None: queries come from the hidden state by one projection."""
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class MoEShape:
+    """Routed experts of every layer from ``first_dense`` on."""
+
+    num_experts: int
+    num_experts_per_token: int
+    ffn_size: int
+    """Of one expert."""
+    num_shared_experts: int
+    """Seen by every token; one gated MLP of ``num_shared_experts * ffn_size``."""
+    first_dense: int
+    """Layers before the first one with experts."""
+    scoring: Literal["softmax", "sigmoid"]
+    normalize_topk: bool
+    """The weights of a token's experts sum to one before ``scaling_factor``."""
+    scaling_factor: float
+    num_groups: int
+    """Experts are in so many groups, of which a token sees ``topk_groups``; 1 and 1: no groups."""
+    topk_groups: int
+    expert_bias: bool
+    """A bias added to the scores for the choice only (arXiv:2408.15664)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A decoder-only model. Sizes are elements."""
+
+    family: FamilyName
     num_layers: int
     hidden_size: int
     ffn_size: int
@@ -47,8 +96,16 @@ class ModelShape:
     qk_norm: bool
     norm_eps: float
     rope_theta: float
-    rope_scaling: Llama3Rope | None
+    rope_scaling: Llama3Rope | YarnRope | None
     eos_token_ids: tuple[int, ...]
+    rotary_dim: int
+    """The first so many elements of each query and key head are rotated; with MLA its rope part."""
+    mla: MLAShape | None = None
+    moe: MoEShape | None = None
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether layer number ``layer`` has routed experts in place of a dense MLP."""
+        return self.moe is not None and layer >= self.moe.first_dense
 
 
 def load_model_shape(folder: str | Path) -> ModelShape:
@@ -107,6 +164,7 @@ def parse_model_shape(raw: Mapping[str, Any]) -> ModelShape:
         norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
         rope_theta=theta,
         rope_scaling=scaling,
+        rotary_dim=int(raw.get("head_dim") or hidden // heads),
         eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),),
     )
 

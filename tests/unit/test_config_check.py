@@ -57,6 +57,7 @@ def shape(**changes: Any) -> ModelShape:
         "norm_eps": 1e-5,
         "rope_theta": 1e5,
         "rope_scaling": None,
+        "rotary_dim": 64,
         "eos_token_ids": (2,),
     }
     return ModelShape(**{**facts, **changes})
