@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, TextIO
 import torch
 
 from rlhf.algorithms.algorithm import Algorithm, build_algorithm
-from rlhf.batching import Budget, sequence_cost
 from rlhf.checkpoint import Checkpoints, Policy
 from rlhf.config.load import dump_config
 from rlhf.config.schema import Config
@@ -22,6 +21,7 @@ from rlhf.ground import Ground, Plan
 from rlhf.mcore import parallel
 from rlhf.mcore.model import TrainModel, build_model
 from rlhf.mcore.optimizer import build_optimizer
+from rlhf.packing import Budget, sequence_cost
 from rlhf.recorder import Recorder
 from rlhf.reshard.execute import Mover
 from rlhf.reshard.export import Exporter

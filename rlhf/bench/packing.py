@@ -12,8 +12,8 @@ import time
 
 import numpy as np
 
-from rlhf.batching import Budget, SequenceCost, schedule_microbatches
 from rlhf.bench.result import Gate, finish
+from rlhf.packing import Budget, SequenceCost, schedule_microbatches
 
 MAX_TOKENS = 32768
 

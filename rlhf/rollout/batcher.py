@@ -8,18 +8,11 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from rlhf.batching import (
-    BatchPlan,
-    Budget,
-    Schedule,
-    SequenceCost,
-    assemble,
-    schedule_microbatches,
-    split_updates,
-)
+from rlhf.batching import BatchPlan, assemble, split_updates
 from rlhf.dist.gate import PhaseGate
 from rlhf.dist.groups import PhaseGroup
 from rlhf.dist.layout import TrainLayout
+from rlhf.packing import Budget, Schedule, SequenceCost, schedule_microbatches
 from rlhf.rollout.collect import Rollout
 from rlhf.types import Batch, Phase, Trajectory, TrajectoryFacts
 
@@ -61,7 +54,13 @@ def plan_batch(
         chosen = [i for i in indices if i in kept]
         if not chosen:
             continue
-        local = schedule_microbatches([by_index[i].num_tokens for i in chosen], dp, budget, cost)
+        local = schedule_microbatches(
+            [by_index[i].num_tokens for i in chosen],
+            dp,
+            budget,
+            cost,
+            [by_index[i].group for i in chosen],
+        )
         updates.append([[[chosen[k] for k in micro] for micro in micros] for micros in local])
     return BatchPlan(tuple(updates), loss_weight, credit)
 

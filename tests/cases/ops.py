@@ -20,7 +20,6 @@ from pydantic import create_model
 from rlhf.algorithms.advantages import group_credits
 from rlhf.algorithms.aggregate import token_weights, weighted_sum
 from rlhf.algorithms.losses import kl_estimate, policy_loss
-from rlhf.batching import Budget, SequenceCost, schedule_microbatches
 from rlhf.checkpoint import COMPLETE, complete_steps, select_delete, select_resume
 from rlhf.config.check import batch_faults, sampling_faults
 from rlhf.config.load import load_text
@@ -34,6 +33,7 @@ from rlhf.dist.layout import LayoutError, TrainLayout, division_faults
 from rlhf.dist.stop import consensus
 from rlhf.mcore.logprobs import HeadSettings, linear_logprobs
 from rlhf.mcore.stream import keep_whole
+from rlhf.packing import Budget, SequenceCost, schedule_microbatches
 from rlhf.rollout.collect import response_mask, to_trajectory
 from rlhf.rollout.engine import Completion
 from rlhf.types import MicroBatch, Prompt, Status, Trajectory

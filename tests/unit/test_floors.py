@@ -18,7 +18,7 @@ MAX_FUNCTION_LINES = 60
 
 FLOORS = [
     {"types", "dist.layout", "weights.piece", "weights.model_shape", "config.schema"},
-    {"config", "dist", "track", "platform", "weights"},
+    {"config", "dist", "track", "platform", "weights", "packing"},
     {
         "algorithms",
         "rewards",
