@@ -160,6 +160,8 @@ class DataSection(Section):
     eval: tuple[Source, ...] = ()
     max_prompt_tokens: PositiveInt = 1024
     """Longer prompts are dropped with a warning; if none is left the run stops."""
+    reward_timeout_s: PositiveFloat = 60
+    """Longest time that a reward may take for one answer; then the run ends with an error."""
     shuffle: bool = True
     """Another order in each epoch, from the run's seed; off: the order of the source."""
     drop_last: bool = False
@@ -239,6 +241,7 @@ class EvalSection(Section):
 
 class TrackSection(Section):
     console: bool = True
+    """Steps as they come, and tables at the end; off: nothing on standard output."""
     tensorboard: bool = False
     swanlab: Literal["cloud", "local", "offline", "off"] = "off"
     wandb: Literal["online", "offline", "off"] = "off"

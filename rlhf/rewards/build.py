@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterable, Mapping
+from numbers import Real
 
 from rlhf.config.faults import did_you_mean
 from rlhf.config.schema import DataSection
@@ -40,8 +42,10 @@ def make_reward(name: str) -> Reward:
 class Rewards:
     """Scores by domain."""
 
-    def __init__(self, by_domain: Mapping[str, Reward]) -> None:
+    def __init__(self, by_domain: Mapping[str, Reward], timeout_s: float) -> None:
+        """``timeout_s``: longest time for one answer."""
         self._by_domain = dict(by_domain)
+        self._timeout_s = timeout_s
 
     def check(self, prompts: Iterable[Prompt]) -> None:
         """Refuse prompts that their rule cannot judge, before anything is sampled.
@@ -60,15 +64,18 @@ class Rewards:
         """The value of one answer, by the rule of the prompt's domain.
 
         Raises:
-            ValueError: the rule gave a value that is not finite.
+            ValueError: the rule raised or took too long, or a value or part is no finite number.
         """
         reward = self._rule(prompt)
-        score = reward.score(prompt, text, trajectory)
-        if not math.isfinite(score.value):
-            raise ValueError(
-                f"reward {reward.name}, prompt {prompt.uid}: value must be finite, is {score.value}"
-            )
-        return score
+        where = f"reward {reward.name}, prompt {prompt.uid}"
+        score = _call_within(
+            self._timeout_s, lambda: reward.score(prompt, text, trajectory), f"{where}: no score"
+        )
+        for name, value in {**score.parts, "value": score.value}.items():
+            if not math.isfinite(_as_float(value)):
+                shown = f"about 2**{value.bit_length()}" if isinstance(value, int) else repr(value)
+                raise ValueError(f"{where}: {name} must be a finite number, is {shown:.80}")
+        return Score(float(score.value), {name: float(v) for name, v in score.parts.items()})
 
     def _rule(self, prompt: Prompt) -> Reward:
         if prompt.domain not in self._by_domain:
@@ -93,4 +100,36 @@ def build_rewards(data: DataSection) -> Rewards:
                 f"domain {source.name!r} must have one reward, has {first} and {source.reward}; "
                 "give one of the sources another name"
             )
-    return Rewards({domain: make_reward(name) for domain, name in names.items()})
+    by_domain = {domain: make_reward(name) for domain, name in names.items()}
+    return Rewards(by_domain, data.reward_timeout_s)
+
+
+def _as_float(value: object) -> float:
+    """NaN for what is no number, or too large a one."""
+    try:
+        return float(value) if isinstance(value, Real) else math.nan
+    except OverflowError:
+        return math.nan
+
+
+def _call_within(limit_s: float, call: Callable[[], Score], what: str) -> Score:
+    """``call()`` in a daemon thread: one that never returns ends the run and cannot keep it."""
+    scores: list[Score] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            scores.append(call())
+        except BaseException as error:  # noqa: BLE001  raised again in the caller's thread
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(min(limit_s, threading.TIMEOUT_MAX))
+    if errors:
+        raise errors[0]
+    if not scores:
+        raise ValueError(
+            f"{what} within data.reward_timeout_s={limit_s:g} s; mend it or raise that"
+        )
+    return scores[0]

@@ -1,6 +1,9 @@
 """A user's function as a reward: ``file.py:function``.
 
 def reward(prompt, text, trajectory) -> float | bool | rlhf.types.Score
+
+It is called outside the main thread, so it can have no limit by ``signal.alarm``: its limit is
+``data.reward_timeout_s``.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ class FunctionReward:
     def score(self, prompt: Prompt, text: str, trajectory: Trajectory) -> Score:
         try:
             result = self._function(prompt, text, trajectory)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ValueError(
                 f"reward {self.name} raised on prompt {prompt.uid}: {type(error).__name__}: {error}"
             ) from error
@@ -43,9 +46,10 @@ class FunctionReward:
             return result
         if not isinstance(result, int | float):
             raise ValueError(
-                f"reward {self.name} must return a number or a Score, gave {result!r:.80}"
+                f"reward {self.name}, prompt {prompt.uid}: must return a number or a Score, gave "
+                f"{result!r:.80}"
             )
-        return Score(float(result), {"correct": float(result >= 1)})
+        return Score(result, {"correct": float(result >= 1)})
 
 
 def _load(file: Path, function: str, spec: str) -> Callable[..., Any]:
@@ -57,7 +61,7 @@ def _load(file: Path, function: str, spec: str) -> Callable[..., Any]:
     module = importlib.util.module_from_spec(module_spec)
     try:
         module_spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(
             f"reward {spec!r}: {file} raised {type(error).__name__}: {error}"
         ) from error

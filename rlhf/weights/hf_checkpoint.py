@@ -69,12 +69,12 @@ def read_index(folder: str | Path) -> CheckpointIndex:
     """Find the weight files of ``folder``.
 
     Raises:
-        ValueError: there are none, or some that the index names are missing.
+        ValueError: there are none, some that the index names are missing, or it is no index.
     """
     folder = Path(folder)
     index = folder / INDEX_NAME
     if index.is_file():
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = _read_weight_map(index)
         missing = missing_files(weight_map, (p.name for p in folder.glob("*.safetensors")))
         if missing:
             raise ValueError(
@@ -87,6 +87,22 @@ def read_index(folder: str | Path) -> CheckpointIndex:
         raise ValueError(f"{folder}: neither {SINGLE_NAME} nor {INDEX_NAME} is there")
     with _open(single) as f:
         return CheckpointIndex(folder, dict.fromkeys(f.keys(), SINGLE_NAME))
+
+
+def _read_weight_map(index: Path) -> dict[str, str]:
+    try:
+        raw = json.loads(index.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{index}: {error}") from None
+    weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
+    if not isinstance(weight_map, dict):
+        raise ValueError(
+            f"{index}: weight_map must map tensor names to file names, is {weight_map!r:.80}"
+        )
+    for name, file in weight_map.items():
+        if not isinstance(file, str):
+            raise ValueError(f"{index}: weight_map puts {name} into {file!r:.80}, not a file name")
+    return weight_map
 
 
 def check_index(folder: str | Path, shapes: Mapping[str, Sequence[int]]) -> CheckpointIndex:

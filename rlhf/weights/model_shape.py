@@ -123,7 +123,7 @@ def load_model_shape(folder: str | Path) -> ModelShape:
         )
     try:
         return parse_model_shape(json.loads(path.read_text(encoding="utf-8")))
-    except ValueError as error:
+    except (ValueError, TypeError) as error:  # TypeError: null or a list in place of a number
         raise ValueError(f"{path}: {error}") from None
     except KeyError as error:
         raise ValueError(f"{path}: key {error} is missing") from None
@@ -136,6 +136,8 @@ def parse_model_shape(raw: Mapping[str, Any]) -> ModelShape:
         ValueError: unsupported architecture, or a feature that training or rollout lacks.
         KeyError: a size is missing.
     """
+    if not isinstance(raw, Mapping):
+        raise ValueError(f"must hold a JSON object, holds a {type(raw).__name__}")
     names = list(raw.get("architectures") or [])
     family = next((ARCHITECTURES[n] for n in names if n in ARCHITECTURES), None)
     if family is None:

@@ -110,6 +110,22 @@ def test_a_missing_file_is_named(sharded):
     assert missing_files({"a": "m-1", "b": "m-2", "c": "m-2"}, ["m-1"]) == ["m-2"]
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"weight_map": ["a"]}', "weight_map must map tensor names to file names, is \\['a'\\]"),
+        ('{"weight_map": {"a": 1}}', "weight_map puts a into 1, not a file name"),
+        ("{}", "weight_map must map .* is None"),
+        ("[]", "weight_map must map"),
+        ("{", "Expecting"),
+    ],
+)
+def test_a_file_that_is_no_index_is_named(tmp_path, text, words):
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ValueError, match=rf"model\.safetensors\.index\.json: {words}"):
+        read_index(tmp_path)
+
+
 def test_a_folder_without_weights_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"neither model\.safetensors nor"):
         read_index(tmp_path)

@@ -41,3 +41,13 @@ def test_a_file_that_is_not_json_is_named(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config\.json: "):
         load_model_shape(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [([RAW], "must hold a JSON object, holds a list"), ({**RAW, "hidden_size": None}, "NoneType")],
+)
+def test_a_file_that_holds_something_else_is_named(tmp_path, raw, words):
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match=rf"config\.json: .*{words}"):
+        load_model_shape(tmp_path)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,6 +26,10 @@ TRAJECTORY = Trajectory(
 
 def prompt(answer: str = "5", **metadata: object) -> Prompt:
     return Prompt("d/0", "d", "2 + 3 =", (1,), answer, metadata)
+
+
+def rewards(rule: str, timeout_s: float = 60) -> Rewards:
+    return Rewards({"d": make_reward(rule)}, timeout_s)
 
 
 def value(rule: str, text: str, answer: str = "5") -> float:
@@ -66,11 +74,11 @@ def test_numbers_are_read_with_sign_and_thousands(text, found):
 
 def test_answers_that_a_rule_cannot_judge_are_refused_before_the_run():
     with pytest.raises(ValueError, match=r"reward first_number, prompt d/0: .* is '5 or 6'"):
-        Rewards({"d": make_reward("first_number")}).check([prompt("5 or 6")])
+        rewards("first_number").check([prompt("5 or 6")])
     with pytest.raises(ValueError, match="must not be empty"):
-        Rewards({"d": make_reward("exact_match")}).check([prompt(" ")])
+        rewards("exact_match").check([prompt(" ")])
     with pytest.raises(ValueError, match=r"domain 'd' has no reward; did you mean dd?"):
-        Rewards({"dd": make_reward("exact_match")}).check([prompt()])
+        Rewards({"dd": make_reward("exact_match")}, 60).check([prompt()])
 
 
 def rg_prompt(**changes) -> Prompt:
@@ -105,31 +113,47 @@ def test_a_scorer_that_pays_for_garbage_is_refused():
 def test_user_functions(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
+        "import numpy\n"
         "from rlhf.types import Score\n"
         "def length(prompt, text, trajectory): return len(text)\n"
         "def parts(prompt, text, trajectory): return Score(0.5, {'a': 1.0})\n"
         "def nothing(prompt, text, trajectory): return None\n"
         "def infinite(prompt, text, trajectory): return float('inf')\n"
         "def broken(prompt, text, trajectory): return 1 / 0\n"
+        "def nan(prompt, text, trajectory): return float('nan')\n"
+        "def huge(prompt, text, trajectory): return 10**9999\n"
+        "def words(prompt, text, trajectory): return 'good'\n"
+        "def leave(prompt, text, trajectory): raise SystemExit(0)\n"
+        "def part(prompt, text, trajectory): return Score(1, {'a': 'x'})\n"
+        "def single(prompt, text, trajectory): return Score(numpy.float32(0.5), {})\n"
         "def short(prompt, text): return 1\n"
     )
 
     def score(name: str) -> Score:
-        rewards = Rewards({"d": make_reward(f"{file}:{name}")})
-        rewards.check([prompt()])
-        return rewards.score(prompt(), "abc", TRAJECTORY)
+        mine = rewards(f"{file}:{name}")
+        mine.check([prompt()])
+        return mine.score(prompt(), "abc", TRAJECTORY)
 
     assert score("length") == Score(3.0, {"correct": 1.0})
     assert score("parts") == Score(0.5, {"a": 1.0})
+    assert score("single") == Score(0.5, {})
     for name, words in {
-        "nothing": "must return a number or a Score, gave None",
-        "infinite": "value must be finite, is inf",
+        "nothing": "nothing, prompt d/0: must return a number or a Score, gave None",
+        "infinite": "infinite, prompt d/0: value must be a finite number, is inf",
+        "nan": "nan, prompt d/0: value must be a finite number, is nan",
+        "huge": "huge, prompt d/0: value must be a finite number, is about 2",
+        "words": "words, prompt d/0: must return a number or a Score, gave 'good'",
+        "leave": "leave raised on prompt d/0: SystemExit: 0",
+        "part": "part, prompt d/0: a must be a finite number, is 'x'",
         "broken": "raised on prompt d/0: ZeroDivisionError",
         "short": "must be called as function",
         "lenght": "did you mean length?",
     }.items():
         with pytest.raises(ValueError, match=words.replace("?", r"\?")):
             score(name)
+    (tmp_path / "leaves.py").write_text("import sys; sys.exit(3)")
+    with pytest.raises(ValueError, match=r"leaves.py raised SystemExit: 3"):
+        make_reward(f"{tmp_path}/leaves.py:length")
     (tmp_path / "bad.py").write_text("1 / 0")
     with pytest.raises(ValueError, match=r"bad.py raised ZeroDivisionError"):
         make_reward(f"{tmp_path}/bad.py:length")
@@ -146,5 +170,34 @@ def test_unknown_rules_and_two_rules_for_one_domain_are_refused():
 
     with pytest.raises(ValueError, match="one reward, has exact_match and first_number"):
         build_rewards(DataSection(train=(rows(),), eval=(rows(reward="first_number"),)))
-    rewards = build_rewards(DataSection(train=(rows(),), eval=(rows(),)))
-    assert rewards.score(prompt(), "5", TRAJECTORY).value == 1
+    made = build_rewards(DataSection(train=(rows(),), eval=(rows(),)))
+    assert made.score(prompt(), "5", TRAJECTORY).value == 1
+
+
+HANGS = """
+import threading
+from rlhf.rewards.build import Rewards, make_reward
+from tests.unit.test_rewards import TRAJECTORY, prompt
+
+def forever(prompt, text, trajectory):
+    threading.Event().wait()
+
+if __name__ == "__main__":
+    Rewards({"d": make_reward(f"{__file__}:forever")}, 0.1).score(prompt(), "abc", TRAJECTORY)
+"""
+
+
+def test_a_function_that_hangs_is_named_and_keeps_no_process(tmp_path):
+    (tmp_path / "hangs.py").write_text(HANGS)
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "hangs.py")],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert (
+        "hangs.py:forever, prompt d/0: no score within data.reward_timeout_s=0.1 s" in done.stderr
+    )
