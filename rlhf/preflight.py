@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
+from pathlib import Path
+
 from rlhf.config.check import check_config
 from rlhf.config.schema import Config
 from rlhf.weights.families import full_shapes
@@ -33,7 +37,43 @@ def check_data(config: Config) -> None:
 
     tokenizer = load_tokenizer(config.model.path)
     for text in config.rollout.sampling.stop:
-        tokenizer.single_token(text)
+        tokenizer.stop_token(text)
     prompts = build_prompt_source(config.data, tokenizer, config.seed).prompts
     held_out = build_eval_prompts(config.data, tokenizer)
     build_rewards(config.data).check([*prompts, *held_out])
+
+
+def check_loop(spec: str) -> None:
+    """That there is such a file or module and that it has such a name; it is read, not run.
+
+    A loop may import megatron, which only a rank can.
+
+    Args:
+        spec: ``file.py:function`` or ``package.module:function``.
+
+    Raises:
+        ValueError: there is none, or it is not Python.
+    """
+    place, _, name = spec.rpartition(":")
+    if not place or not name:
+        raise ValueError(f"--loop {spec}: write FILE.py:FUNCTION or MODULE:FUNCTION")
+    file = Path(place) if place.endswith(".py") else _module_file(place)
+    if file is None or not file.is_file():
+        what = f"file {file.resolve()}" if file else f"module {place}"
+        raise ValueError(f"--loop {spec}: no {what}")
+    try:
+        nodes = list(ast.walk(ast.parse(file.read_bytes(), str(file))))
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"--loop {spec}: {file} is not Python: {error}") from None
+    # of functions and classes, of imports, of variables; import * may bring any
+    names = {getattr(node, key, None) for node in nodes for key in ("name", "asname", "id")}
+    if not names & {name, "*"}:
+        raise ValueError(f"--loop {spec}: {file} defines no function {name!r}")
+
+
+def _module_file(module: str) -> Path | None:
+    try:
+        found = importlib.util.find_spec(module)
+    except ImportError:
+        return None
+    return Path(found.origin) if found and found.origin else None

@@ -6,6 +6,7 @@ Every rule adds a ``key.path: what must hold, both numbers, what to do`` line; a
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,7 +38,7 @@ ENGINE_RESERVED_TOKENS = 8
 
 
 def check_config(config: Config, shape: ModelShape, world: int, source: str = "config") -> None:
-    """Refuse impossible combinations; pure but for looking at paths.
+    """Refuse impossible combinations; looks at paths and at this machine's memory.
 
     Args:
         config: already valid key by key.
@@ -56,6 +57,7 @@ def check_config(config: Config, shape: ModelShape, world: int, source: str = "c
         lambda: sampling_faults(config.rollout.sampling),
         lambda: _length_faults(config, shape),
         lambda: _engine_faults(config, world),
+        lambda: _memory_faults(config, shape),
         lambda: _optimizer_faults(
             config.optimizer, config.num_steps * config.batch.updates_per_step
         ),
@@ -255,6 +257,29 @@ def _engine_faults(config: Config, world: int) -> Iterator[str]:
         )
 
 
+def _memory_faults(config: Config, shape: ModelShape) -> Iterator[str]:
+    """What no rank of this machine can hold: numbers with digits too many."""
+    have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = f"must be less than the {have / 2**30:.0f} GiB of this machine"
+    windows = 2 * config.reshard.window_mib * 2**20
+    if windows > have:
+        yield (
+            f"reshard.window_mib: two windows of {config.reshard.window_mib} MiB, "
+            f"{windows / 2**30:.0f} GiB, {limit}; lower it, e.g. to 64"
+        )
+    kv = config.rollout.kv_tokens
+    if kv is None or shape.mla is not None:
+        return
+    heads = max(1, shape.num_kv_heads // config.rollout.tp)
+    itemsize = 4 if config.model.dtype == "float32" else 2
+    cache = kv * shape.num_layers * heads * shape.head_dim * 2 * itemsize
+    if cache > have:
+        yield (
+            f"rollout.kv_tokens: the KV cache of {kv} tokens, {cache / 2**30:.0f} GiB, {limit}; "
+            "lower it"
+        )
+
+
 def _optimizer_faults(optimizer: OptimizerSection, num_updates: int) -> Iterator[str]:
     if optimizer.min_lr > optimizer.lr:
         yield f"optimizer.min_lr: {optimizer.min_lr} must be at most optimizer.lr={optimizer.lr}"
@@ -323,5 +348,7 @@ def _path_faults(config: Config) -> Iterator[str]:
         yield f"run_dir: {error}"
         return
     nearest = next(p for p in (run_dir, *run_dir.parents) if p.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        yield f"run_dir: {nearest} must be a folder that this user can write to"
+    try:  # permissions do not tell: nothing can be made in /proc, not even by root
+        tempfile.TemporaryDirectory(prefix=".rlhf-", dir=nearest).cleanup()
+    except OSError as error:
+        yield f"run_dir: {nearest} must be a folder that this user can write to: {error.strerror}"

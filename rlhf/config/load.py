@@ -54,12 +54,16 @@ def load_text(
     if not isinstance(raw, dict):
         raise ConfigError([f"{source}: must be a mapping of keys, is {_shown(raw)}"])
     faults = [f"{source}:{line}" for line in repeated]
-    changed = []
+    changed: dict[tuple[str, ...], str] = {}
     for override in overrides:
         try:
-            changed.append(apply_override(raw, override))
+            key = apply_override(raw, override)
         except ValueError as error:
             faults.append(f"override {override!r}: {error}")
+            continue
+        lost = [text for old, text in changed.items() if old[: len(key)] == key]
+        faults += [f"override {override!r}: undoes {text!r}; give one of them" for text in lost]
+        changed[key] = override
     try:
         config = schema.model_validate(raw)
     except ValidationError as error:

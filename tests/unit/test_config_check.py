@@ -132,6 +132,17 @@ def test_the_plain_configuration_holds(world):
         ),
         ([f"run_dir={__file__}/x"], 1, [f"run_dir: {__file__} must be a folder that this"]),
         ([f"run_dir={'x' * 300}"], 1, ["run_dir: ", "name too long"]),
+        (["run_dir=/proc/x"], 1, ["run_dir: /proc must be a folder that this user can write to"]),
+        (
+            ["reshard.window_mib=100000000"],
+            1,
+            ["window_mib: two windows of 100000000 MiB", "195312 GiB", "of this"],
+        ),
+        (
+            ["rollout.kv_tokens=100000000000"],
+            1,
+            ["kv_tokens: the KV cache of 100000000000", "4291534 GiB", "of this"],
+        ),
     ],
 )
 def test_impossible_combinations_are_refused_by_name(overrides, world, words):

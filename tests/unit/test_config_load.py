@@ -134,6 +134,14 @@ def test_overrides_are_typed_like_the_file_and_blamed_as_overrides():
         assert [f for f in found if words in f], words
 
 
+def test_an_override_that_undoes_another_is_refused_with_both_named():
+    (fault,) = faults(SMALL, "seed=1", "optimizer.lr=1", "seed=2")
+    assert fault == "override 'seed=2': undoes 'seed=1'; give one of them"
+    (fault,) = faults(SMALL, "train.tp=2", "train={pp: 2}")
+    assert "'train={pp: 2}': undoes 'train.tp=2'" in fault
+    assert load(SMALL, "train={pp: 2}", "train.tp=2").train.tp == 2
+
+
 def test_truth_values_are_not_numbers():
     assert "num_steps: must be a number" in faults(SMALL, "num_steps=true")[0]
 
