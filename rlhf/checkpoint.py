@@ -42,6 +42,17 @@ def complete_steps(folder: Path) -> list[int]:
     )
 
 
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """Where the checkpoint of ``step`` is in ``run_dir/checkpoints``."""
+    return folder / f"step_{step:08d}"
+
+
+def size_text(num_bytes: float) -> str:
+    """``3.20 GiB``, below one GiB ``0.01 MiB``."""
+    gib = num_bytes / 2**30
+    return f"{gib:.2f} GiB" if gib >= 1 else f"{gib * 1024:.2f} MiB"
+
+
 class State(Protocol):
     """What a checkpoint holds: model, optimizer and RNG of this rank."""
 
@@ -123,7 +134,7 @@ class Checkpoints:
             )
 
     def path(self, step: int) -> Path:
-        return self.folder / f"step_{step:08d}"
+        return checkpoint_path(self.folder, step)
 
     def maybe_save(self, steps_done: int) -> None:
         """Save if due after ``steps_done`` steps. Collective over all ranks."""
@@ -170,8 +181,8 @@ class Checkpoints:
                 free = self._free_bytes(self.folder)
                 if free < need * SPACE_MARGIN:
                     error = (
-                        f"a checkpoint needs {need * SPACE_MARGIN / 2**30:.2f} GiB in "
-                        f"{self.folder}, {free / 2**30:.2f} GiB are free; free some, or lower "
+                        f"a checkpoint needs {size_text(need * SPACE_MARGIN)} in {self.folder}, "
+                        f"{size_text(free)} are free; free some, or lower "
                         f"checkpoint.keep={self._policy.keep}"
                     )
                 else:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rlhf.checkpoint import COMPLETE
+from rlhf.checkpoint import COMPLETE, checkpoint_path, complete_steps, select_resume
 from rlhf.config.schema import ModelSection, TrainSection
 from rlhf.dist.layout import TrainLayout
 from rlhf.weights.model_shape import load_model_shape
@@ -24,11 +24,17 @@ MODEL_SOURCE = "hf_source"
 def convert(source: Path, target: Path) -> str:
     """Convert by what ``source`` is; returns a line that says what was done.
 
+    Of a run's folder the newest checkpoint is taken.
+
     Raises:
         ValueError: ``source`` is neither, or ``target`` exists.
     """
     if target.exists():
         raise ValueError(f"{target} exists; give a folder that does not")
+    checkpoints = source / "checkpoints"
+    newest = select_resume(complete_steps(checkpoints))
+    if newest is not None:
+        source = checkpoint_path(checkpoints, newest)
     if (source / "config.json").is_file():
         _to_megatron(source, target)
         return f"{target}: Megatron checkpoint of {source}"
@@ -37,7 +43,7 @@ def convert(source: Path, target: Path) -> str:
         return f"{target}: Hugging Face folder of {source} (configuration and tokenizer of {model})"
     raise ValueError(
         f"{source} is neither a Hugging Face folder (config.json) nor a complete checkpoint "
-        f"({COMPLETE}) of a run, such as RUN/checkpoints/step_00000030"
+        f"({COMPLETE}) of a run, such as RUN or RUN/checkpoints/step_00000030"
     )
 
 

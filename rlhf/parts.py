@@ -125,7 +125,7 @@ def _reference(ground: Ground, algorithm: Algorithm) -> Reference | NullReferenc
 
 def _sampling(plan: Plan, tokenizer: Tokenizer, *, greedy: bool) -> Sampling:
     s, evaluation = plan.config.rollout.sampling, plan.config.eval
-    stop = [tokenizer.single_token(text) for text in s.stop]
+    stop = [tokenizer.stop_token(text) for text in s.stop]
     return Sampling(
         temperature=0.0 if greedy else s.temperature,
         top_p=1.0 if greedy else s.top_p,

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+from rich.console import Console
 
 from rlhf.algorithms.algorithm import update_metrics
 from rlhf.algorithms.gap import NUM_BINS, gap_metrics, gap_sums
@@ -98,7 +99,8 @@ class Recorder:
         """Close the sinks; on the first rank draw the curves and print the tables."""
         self._tracker.close()
         if self._ground.plan.world.is_first:
-            report.finish(Path(self._ground.plan.config.run_dir))
+            config = self._ground.plan.config
+            report.finish(Path(config.run_dir), Console(quiet=not config.track.console))
 
     def _counts_for_its_replica(self) -> bool:
         """One rank of each DP replica: its batch is the same on all of them."""

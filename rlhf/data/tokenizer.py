@@ -103,8 +103,8 @@ class Tokenizer:
         except TemplateError as error:
             raise ValueError(f"chat template of {self._source}: {error}") from error
 
-    def single_token(self, text: str) -> int:
-        """The id of a text that is one token, e.g. a stop text.
+    def stop_token(self, text: str) -> int:
+        """The id of a stop text: the engine sees token ids, so it has to be one token.
 
         Raises:
             ValueError: the text is several tokens.
@@ -113,7 +113,8 @@ class Tokenizer:
         if len(ids) != 1:
             pieces = [self._fast.id_to_token(i) for i in ids]
             raise ValueError(
-                f"{text!r} must be a single token of {self._source}, is {len(ids)}: {pieces}"
+                f"rollout.sampling.stop: {text!r} must be a single token of {self._source}, is "
+                f"{len(ids)}: {pieces}; give another text"
             )
         return int(ids[0])
 

@@ -59,8 +59,11 @@ class Journal:
 
     def _write(self, record: Mapping[str, float]) -> None:
         plain = {k: v if math.isfinite(v) else None for k, v in record.items()}
-        self._file.write(json.dumps(plain) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(plain) + "\n")
+            self._file.flush()
+        except OSError as error:  # of a full disk; it does not name the file
+            raise OSError(error.errno, error.strerror, self._file.name) from error
 
 
 def read_journal(path: Path) -> History:

@@ -12,12 +12,11 @@ from rlhf.track.journal import History, read_journal
 from rlhf.track.sinks.console import clock
 
 
-def finish(run_dir: Path, console: Console | None = None) -> None:
+def finish(run_dir: Path, out: Console) -> None:
     """Draw ``curves.png`` and print the tables; the last line printed is :func:`accuracy_line`."""
     history = read_journal(run_dir / "metrics.jsonl")
     if history.steps:
         draw_curves(history, run_dir / "curves.png", run_dir.name)
-    out = console or Console()
     if history.steps:
         out.print(phase_table(history))
         out.print(result_table(history))

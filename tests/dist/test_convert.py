@@ -39,6 +39,19 @@ def test_hf_to_megatron_and_back_is_bit_equal(family, tmp_path):
     assert (tmp_path / "back" / "tokenizer.json").is_file()
 
 
+def test_of_a_run_the_newest_checkpoint_is_taken(tmp_path):
+    source, run = make_tiny(tmp_path / "hf", "llama"), tmp_path / "run" / "checkpoints"
+    (run / "step_00000009").mkdir(parents=True)
+    (run / "step_00000009" / "run.json").write_text("older: not looked at")
+    status, text = convert(source, run / "step_00000010")
+    assert status == 0, text
+    status, text = convert(tmp_path / "run", tmp_path / "back")
+    assert status == 0, text
+    assert "Hugging Face folder of" in text
+    assert "run/checkpoints/step_00000010" in text
+    assert (tmp_path / "back" / "config.json").is_file()
+
+
 def test_wrong_requests_are_named(tmp_path):
     status, text = convert(tmp_path / "missing", tmp_path / "out")
     assert status == 2

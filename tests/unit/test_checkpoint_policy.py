@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rlhf.checkpoint import complete_steps, select_delete, select_resume
+from rlhf.checkpoint import complete_steps, select_delete, select_resume, size_text
 
 
 def _make(folder, step, complete=True):
@@ -35,3 +35,9 @@ def test_no_checkpoint_is_none(tmp_path):
 )
 def test_old_ones_go_when_the_new_one_is_there(steps, keep, gone):
     assert select_delete(steps, keep) == gone
+
+
+def test_sizes_are_readable():
+    assert size_text(3.2 * 2**30) == "3.20 GiB"
+    assert size_text(1500) == "0.00 MiB"
+    assert size_text(2**29) == "512.00 MiB"

@@ -113,9 +113,9 @@ def test_chat_template_from_every_place_it_may_live(tmp_path):
 
 
 def test_what_a_tokenizer_cannot_do_is_said(tmp_path, tokenizer):
-    with pytest.raises(ValueError, match=r"'ab' must be a single token .* is 2"):
-        tokenizer.single_token("ab")
-    assert tokenizer.decode([tokenizer.single_token("\n")]) == "\n"
+    with pytest.raises(ValueError, match=r"sampling.stop: 'ab' must be a single token .* is 2"):
+        tokenizer.stop_token("ab")
+    assert tokenizer.decode([tokenizer.stop_token("\n")]) == "\n"
     bare = load_tokenizer(write_tokenizer(tmp_path / "bare"))
     with pytest.raises(ValueError, match="has no chat template"):
         bare.chat([{"role": "user", "content": "hi"}])

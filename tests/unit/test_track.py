@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import math
+import resource
 import threading
 import time
 from dataclasses import dataclass
@@ -105,6 +106,17 @@ def test_a_resumed_run_has_each_step_once(tmp_path, first, torn):
     assert [r["x"] for r in history.steps] == [None] * min(first, 4) + [1.0] * (6 - min(first, 4))
     for line in path.read_text().splitlines():
         json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
+def test_a_journal_that_cannot_be_written_is_named(tmp_path):
+    journal = Journal(tmp_path / "metrics.jsonl", 0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))
+    try:
+        with pytest.raises(OSError, match=r"File too large: '.*/metrics\.jsonl'"):
+            journal.write_step(0, {"x" * 100: 1.0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 # --- sinks ---------------------------------------------------------------------------------------
