@@ -8,6 +8,7 @@ run_dir/checkpoints/.writing-00000030/   a save in progress, or what a killed on
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -15,9 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from rlhf.config.changes import changed_keys
 from rlhf.dist.gate import PhaseGate
 from rlhf.dist.groups import PhaseGroup
 from rlhf.types import Phase
+
+logger = logging.getLogger(__name__)
 
 COMPLETE = "run.json"
 SPACE_MARGIN = 1.05
@@ -116,9 +120,23 @@ class Checkpoints:
                     f"checkpoint.resume=must, but {self.folder} holds no complete checkpoint"
                 )
             return 0
+        if self._group.world.is_first:
+            self._remark_changes(step)
         self._state.load(self.path(step))
         self.steps_done = self.last_saved = step
         return step
+
+    def _remark_changes(self, step: int) -> None:
+        """Say which settings differ from those that the checkpoint was saved under."""
+        record = json.loads((self.path(step) / COMPLETE).read_text(encoding="utf-8"))
+        changed = changed_keys(record.get("config", self._config), self._config)
+        if changed:
+            logger.warning(
+                "going on after step %d of %s with other settings than it was saved with: %s",
+                step,
+                self.folder,
+                "; ".join(changed),
+            )
 
     def refuse_others(self) -> None:
         """For a run that must not go on from a checkpoint: its folder may hold none.

@@ -1,6 +1,7 @@
 """A checkpoint is complete or absent on every rank, whatever fails while it is written."""
 
 import errno
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +33,7 @@ class Number:
         self.value = int((folder / f"{self.rank}.part").read_text(encoding="utf-8"))
 
 
-def make(rank, world, folder, state, free=None):
+def make(rank, world, folder, state, free=None, config=None):
     group = PhaseGroup.create(World(rank, world, rank, world), 30)
     return Checkpoints(
         folder=Path(folder),
@@ -40,7 +41,7 @@ def make(rank, world, folder, state, free=None):
         policy=Policy(every=1, keep=2, num_steps=100),
         group=group,
         gate=PhaseGate(group, Stopper(rank, 60)),
-        config={"seed": 1},
+        config=config or {"seed": 1, "num_steps": 9},
         free_bytes=free,
     )
 
@@ -116,6 +117,25 @@ def test_leftovers_of_a_killed_save_are_replaced(tmp_path):
     (tmp_path / ".writing-00000003").mkdir()
     (tmp_path / ".writing-00000003" / "0.part").write_text("half")
     assert run_ranks(after_a_kill, 2, str(tmp_path)) == [["step_00000003"]] * 2
+
+
+def resume_changed(rank, world, folder):
+    make(rank, world, folder, Number(rank)).maybe_save(3)
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("rlhf.checkpoint").addHandler(handler)
+    for config in ({"seed": 1, "num_steps": 9}, {"seed": 2, "num_steps": 9}):
+        make(rank, world, folder, Number(rank), config=config).resume("auto")
+    return said
+
+
+def test_settings_that_differ_from_the_saved_ones_are_remarked_once(tmp_path):
+    first, second = run_ranks(resume_changed, 2, str(tmp_path))
+    assert second == []
+    assert len(first) == 1
+    assert first[0].startswith("going on after step 3 of ")
+    assert first[0].endswith("than it was saved with: seed: 1 -> 2")
 
 
 def must(rank, world, folder):
