@@ -1,4 +1,4 @@
-"""Passes over packed micro-batches: log-probabilities, and one optimizer step."""
+"""Passes over packed micro-batches: log-probabilities, values, and one optimizer step."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from rlhf.mcore.spec import choose_kernels
 from rlhf.mcore.stream import Stream, fold, keep_whole
 from rlhf.types import MicroBatch
 
-LossFn = Callable[[Tensor, Tensor, dict[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
-"""(logprobs [n], entropy [n], columns [n]) -> (loss, sums to add up over all micro-batches)."""
+LossFn = Callable[..., tuple[Tensor, dict[str, Tensor]]]
+"""(logprobs [n], entropy [n], columns [n]), with a value head (values [n], columns [n]) ->
+(loss, sums to add up over all micro-batches)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class _Prepared:
     """A micro-batch in the form that the model takes."""
 
     stream: Stream
-    trained: Tensor  # [n] int64, packed index of the trained tokens
+    places: Tensor  # [n] int64, packed index of the tokens that the head's outputs belong to
     columns: Mapping[str, Tensor]  # [n]
 
 
@@ -52,21 +53,20 @@ def logprobs(model: TrainModel, micro: Sequence[MicroBatch], temperature: float)
     Collective over the model-parallel ranks of one replica: transfers between stages, and a
     broadcast from the last stage.
     """
-    if not micro:
-        return torch.zeros(0, device=model.device)
-    groups = current_groups()
-    prepared = [_prepare(m, model) for m in micro]
-    with torch.no_grad(), _evaluating(model):
-        outputs = _run(model, prepared, _keep_logprobs, temperature, forward_only=True)
-    out = torch.zeros(sum(len(m.tokens) for m in micro), device=model.device)
-    start = 0
-    for m, batch, output in zip(micro, prepared, outputs or [None] * len(micro), strict=True):
-        if output is not None:
-            out[start + batch.trained] = output["logprobs"]
-        start += len(m.tokens)
-    if groups.pp.size() > 1:
-        torch.distributed.broadcast(out, groups.last_stage, group=groups.pp)
-    return out
+    return _score(model, micro, [_prepare(m, model) for m in micro], temperature)
+
+
+def values(model: TrainModel, micro: Sequence[MicroBatch], asked: Sequence[Tensor]) -> Tensor:
+    """Of a model with a value head: the value of the state after each token that is asked for.
+
+    Args:
+        asked: [T] bool for each micro-batch.
+
+    Returns:
+        [sum T] float32, at t the value after the tokens up to and with t, zero where not asked for;
+        otherwise as :func:`logprobs`, collectives included.
+    """
+    return _score(model, micro, [_prepare(m, model, a) for m, a in zip(micro, asked, strict=True)])
 
 
 def train(
@@ -74,13 +74,14 @@ def train(
     optimizer: Optimizer,
     micro: Sequence[MicroBatch],
     loss_fn: LossFn,
-    temperature: float,
+    temperature: float = 1.0,
     *,
     gather_params: bool = True,
 ) -> TrainStats:
     """Forward and backward over all micro-batches, then one optimizer step.
 
-    ``loss_fn`` gets the trained tokens of one micro-batch in order, columns included; its loss is
+    ``loss_fn`` gets the trained tokens of one micro-batch in order, columns included (a value is
+    that of the state before the token; it has no temperature); its loss is
     already divided by global denominators. Gradients are summed over micro-batches and data
     parallel ranks, nothing is averaged. Micro-batches may differ in length, also between ranks; one
     without trained tokens is fine.
@@ -104,6 +105,29 @@ def train(
     return TrainStats(grad_norm=step.grad_norm, ok=step.ok, lr=step.lr, sums=_add_up(sums, groups))
 
 
+def _score(
+    model: TrainModel,
+    micro: Sequence[MicroBatch],
+    prepared: Sequence[_Prepared],
+    temperature: float = 1.0,
+) -> Tensor:
+    """The head's first output where it belongs, zero elsewhere: [sum T] on every stage."""
+    if not micro:
+        return torch.zeros(0, device=model.device)
+    groups = current_groups()
+    with torch.no_grad(), _evaluating(model):
+        outputs = _run(model, prepared, _keep_first, temperature, forward_only=True)
+    out = torch.zeros(sum(len(m.tokens) for m in micro), device=model.device)
+    start = 0
+    for m, batch, output in zip(micro, prepared, outputs or [None] * len(micro), strict=True):
+        if output is not None:
+            out[start + batch.places] = output["first"]
+        start += len(m.tokens)
+    if groups.pp.size() > 1:
+        torch.distributed.broadcast(out, groups.last_stage, group=groups.pp)
+    return out
+
+
 @contextmanager
 def _evaluating(model: TrainModel) -> Iterator[None]:
     for chunk in model.chunks:
@@ -115,15 +139,16 @@ def _evaluating(model: TrainModel) -> Iterator[None]:
             chunk.train()
 
 
-def _prepare(micro: MicroBatch, model: TrainModel) -> _Prepared:
-    trained = micro.mask.nonzero().squeeze(1)
+def _prepare(micro: MicroBatch, model: TrainModel, asked: Tensor | None = None) -> _Prepared:
+    """For the trained tokens, or for the tokens that are asked for."""
+    places = (micro.mask if asked is None else asked).nonzero().squeeze(1)
     if choose_kernels(model.config.params_dtype).engine_attention:
-        stream = keep_whole(micro)
+        stream = keep_whole(micro, asked)
     else:
         multiple = model.layout.tp if model.config.sequence_parallel else 1
-        stream = fold(micro, multiple, _short_tokens(model))
-    columns = {name: column[trained] for name, column in micro.columns.items()}
-    return _Prepared(stream, trained, columns)
+        stream = fold(micro, multiple, _short_tokens(model), asked)
+    columns = {name: column[places] for name, column in micro.columns.items()}
+    return _Prepared(stream, places, columns)
 
 
 def _short_tokens(model: TrainModel) -> int:
@@ -136,7 +161,7 @@ def _short_tokens(model: TrainModel) -> int:
 def _run(
     model: TrainModel,
     prepared: Sequence[_Prepared],
-    consume: Callable[[_Prepared, tuple[Tensor, Tensor]], tuple[Tensor, dict[str, Tensor]]],
+    consume: Callable[[_Prepared, tuple[Tensor, ...]], tuple[Tensor, dict[str, Tensor]]],
     temperature: float,
     *,
     forward_only: bool,
@@ -149,7 +174,7 @@ def _run(
         batch = next(batches)
         output = chunk(batch.stream, temperature)
 
-        def finish(output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        def finish(output: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             loss, kept = consume(batch, output)
             # The middle one is a token count, by which megatron would divide; see model._finalize.
             return loss, torch.zeros([], dtype=torch.int), kept
@@ -169,20 +194,17 @@ def _run(
     )
 
 
-def _keep_logprobs(
-    batch: _Prepared, output: tuple[Tensor, Tensor]
-) -> tuple[Tensor, dict[str, Tensor]]:
-    return output[0].new_zeros([]), {"logprobs": output[0]}
+def _keep_first(batch: _Prepared, output: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:
+    return output[0].new_zeros([]), {"first": output[0]}
 
 
 def _loss(
-    loss_fn: LossFn, batch: _Prepared, output: tuple[Tensor, Tensor]
+    loss_fn: LossFn, batch: _Prepared, output: tuple[Tensor, ...]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    logprobs, entropy = output
-    loss, sums = loss_fn(logprobs, entropy, dict(batch.columns))
-    if not len(logprobs):
+    loss, sums = loss_fn(*output, dict(batch.columns))
+    if not len(output[0]):
         # A loss of no tokens may be a constant; stages and hooks wait for its gradient still.
-        loss = loss + logprobs.sum()
+        loss = loss + output[0].sum()
     return loss, {name: value.detach() for name, value in sums.items()}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from megatron.core import parallel_state
@@ -24,9 +24,13 @@ from rlhf.mcore.config import transformer_config
 from rlhf.mcore.core_attention import PackedSequences
 from rlhf.mcore.spec import decoder_spec
 from rlhf.mcore.stream import Stream
+from rlhf.mcore.value_head import ValueHead
 from rlhf.mcore.vocabulary import LogprobHead, TokenEmbedding
 from rlhf.weights.families import padded_vocab
 from rlhf.weights.model_shape import Llama3Rope, ModelShape
+
+Head = Literal["logprobs", "values"]
+"""What the last stage makes of its hidden states."""
 
 
 class Decoder(GPTModel):
@@ -41,6 +45,7 @@ class Decoder(GPTModel):
         *,
         fp32_head: bool,
         chunk: int | None,
+        head: Head,
     ) -> None:
         """``chunk``: number of the virtual chunk, None without virtual stages."""
         super().__init__(
@@ -51,7 +56,7 @@ class Decoder(GPTModel):
             pre_process=parallel_state.is_pipeline_first_stage(False, chunk),
             post_process=parallel_state.is_pipeline_last_stage(False, chunk),
             parallel_output=True,
-            share_embeddings_and_output_weights=shape.tied_embeddings,
+            share_embeddings_and_output_weights=shape.tied_embeddings and head == "logprobs",
             position_embedding_type="rope",
             rotary_base=shape.rope_theta,
             vp_stage=chunk,
@@ -59,8 +64,12 @@ class Decoder(GPTModel):
         if self.pre_process:
             self.embedding.word_embeddings = TokenEmbedding(self.embedding.word_embeddings)
         if self.post_process:
-            self.output_layer = LogprobHead(
-                self.output_layer, shape.vocab_size, train.logprob_chunk_tokens, fp32_head
+            self.output_layer = (
+                ValueHead(config)
+                if head == "values"
+                else LogprobHead(
+                    self.output_layer, shape.vocab_size, train.logprob_chunk_tokens, fp32_head
+                )
             )
         if isinstance(shape.rope_scaling, Llama3Rope):
             rope = self.rotary_pos_emb
@@ -68,8 +77,9 @@ class Decoder(GPTModel):
 
     def forward(  # type: ignore[override]
         self, stream: Stream, temperature: float
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Hidden states [S or S / tp, 1, h], on the last stage (logprobs [n], entropy [n]).
+    ) -> Tensor | tuple[Tensor, ...]:
+        """Hidden states [S or S / tp, 1, h], on the last stage what the head makes of them:
+        (logprobs [n], entropy [n]) or (values [n],).
 
         Stages after the first take the hidden states that megatron's schedule received. No
         attention mask exists.
@@ -121,6 +131,7 @@ def build_model(
     train: TrainSection,
     *,
     trainable: bool,
+    head: Head = "logprobs",
 ) -> TrainModel:
     """This rank's part of the model; weights are undefined until they are loaded.
 
@@ -130,7 +141,7 @@ def build_model(
     """
     config = transformer_config(shape, layout, model, train)
     decoders = [
-        Decoder(config, shape, layout, train, fp32_head=model.fp32_head, chunk=chunk)
+        Decoder(config, shape, layout, train, fp32_head=model.fp32_head, chunk=chunk, head=head)
         for chunk in (range(layout.vpp) if layout.vpp > 1 else [None])
     ]
     chunks: list[torch.nn.Module] = list(decoders)

@@ -3,8 +3,8 @@
 Samples of one prompt begin alike, and a causal model gives equal hidden states to equal beginnings.
 So the sequences of a micro-batch are folded into a tree of tokens, and every linear layer, norm and
 head sees each node once; only attention reads the keys and values of a shared beginning once per
-sequence. Tokens behind the last trained one, and the last trained one itself, predict nothing and
-are left out. Results are those of the unfolded sequences, up to rounding.
+sequence. Tokens behind the last one that is asked for are left out; for log-probabilities that is
+the one before the last trained token. Results are those of the unfolded sequences, up to rounding.
 """
 
 from __future__ import annotations
@@ -26,55 +26,67 @@ from rlhf.types import MicroBatch
 class Stream:
     """A micro-batch as the model takes it.
 
-    The head turns the rows ``needed`` into distributions; trained token i of the micro-batch is
-    scored by distribution ``source[i]``.
+    The head sees the rows ``needed``; its output i is made from row ``needed[source[i]]``. For
+    log-probabilities output i belongs to trained token i and scores ``targets[i]``.
     """
 
     tokens: Tensor  # [1, S] int64
     packed: PackedSeqParams
-    needed: Tensor  # [u] int64, rows whose hidden state predicts a trained token
+    needed: Tensor  # [u] int64, rows whose hidden state the head needs
     source: Tensor  # [n] int64, index into ``needed``
-    targets: Tensor  # [n] int64, the trained tokens in their order
+    targets: Tensor  # [n] int64, the token after each; of meaning where that one is trained
 
 
-def fold(micro: MicroBatch, multiple: int, short: int = 0) -> Stream:
-    """The tree of ``micro``, padded to a multiple of ``multiple`` rows; see the module's text.
-
-    ``short``: see :func:`batch_paths`.
+def predicting(micro: MicroBatch) -> Tensor:
+    """[T] bool: the tokens whose hidden state predicts a trained token, each its predecessor.
 
     Raises:
         AssertionError: the first token of a sequence is trained; nothing predicts it.
     """
-    trained = micro.mask.nonzero().squeeze(1)
+    starts = micro.cu_seqlens[:-1].long()
+    wrong = starts[micro.mask[starts]]
+    assert not len(wrong), f"the first token of a sequence, {wrong.tolist()}, cannot be trained"
+    return micro.mask.roll(-1)
+
+
+def fold(micro: MicroBatch, multiple: int, short: int = 0, asked: Tensor | None = None) -> Stream:
+    """The tree of ``micro``, padded to a multiple of ``multiple`` rows; see the module's text.
+
+    ``short``: see :func:`batch_paths`. ``asked`` [T] bool: the tokens whose hidden state is needed,
+    if not those that :func:`predicting` names; the head's outputs are in their order.
+
+    Raises:
+        AssertionError: the first token of a sequence is trained; nothing predicts it.
+    """
+    rows = (predicting(micro) if asked is None else asked).nonzero().squeeze(1)
     tree = _Tree()
-    borders, marks = micro.cu_seqlens.tolist(), trained.tolist()
+    borders, marks = micro.cu_seqlens.tolist(), rows.tolist()
     tokens = micro.tokens.tolist()
     for start, stop in itertools.pairwise(borders):
         own = marks[bisect_left(marks, start) : bisect_left(marks, stop)]
         if own:
-            assert own[0] > start, f"the first token of a sequence, {start}, cannot be trained"
-            tree.add(tokens[start : own[-1]], [t - 1 - start for t in own])
-    if not tree.paths:  # nothing is trained: one token keeps all stages at work
+            tree.add(tokens[start : own[-1] + 1], [row - start for row in own])
+    if not tree.paths:  # nothing is asked for: one token keeps all stages at work
         tree.add(tokens[:1], [])
     padding = [0] * (-len(tree.tokens) % multiple)
-    needed, source = torch.tensor(tree.predicting, dtype=torch.long).unique(return_inverse=True)
+    needed, source = torch.tensor(tree.asked, dtype=torch.long).unique(return_inverse=True)
     device = micro.tokens.device
     return Stream(
         tokens=torch.tensor([tree.tokens + padding], device=device),
         packed=batch_paths(tree.paths, tree.positions + padding, device, short),
         needed=needed.to(device),
         source=source.to(device),
-        targets=micro.tokens[trained],
+        targets=micro.tokens.roll(-1)[rows],
     )
 
 
-def keep_whole(micro: MicroBatch) -> Stream:
-    """``micro`` as it is, for attention kernels that know plain sequences only."""
-    trained = micro.mask.nonzero().squeeze(1)
-    starts = micro.cu_seqlens[:-1].long()
-    assert not micro.mask[starts].any(), "the first token of a sequence cannot be trained"
+def keep_whole(micro: MicroBatch, asked: Tensor | None = None) -> Stream:
+    """``micro`` as it is, for attention kernels that know plain sequences only.
+
+    ``asked``: see :func:`fold`.
+    """
+    rows = (predicting(micro) if asked is None else asked).nonzero().squeeze(1)
     longest = int(micro.cu_seqlens.diff().max())
-    needed, source = (trained - 1).unique(return_inverse=True)
     return Stream(
         tokens=micro.tokens[None],
         packed=PackedSeqParams(
@@ -84,9 +96,9 @@ def keep_whole(micro: MicroBatch) -> Stream:
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
         ),
-        needed=needed,
-        source=source,
-        targets=micro.tokens[trained],
+        needed=rows,
+        source=torch.arange(len(rows), device=rows.device),
+        targets=micro.tokens.roll(-1)[rows],
     )
 
 
@@ -97,11 +109,11 @@ class _Tree:
         self.paths: list[Path] = []
         self.tokens: list[int] = []
         self.positions: list[int] = []
-        self.predicting: list[int] = []  # node of every trained token, in order
+        self.asked: list[int] = []  # node of every token that is asked for, in order
         self._children: dict[tuple[int, int], int] = {}
 
-    def add(self, tokens: Sequence[int], predicting: Sequence[int]) -> None:
-        """A sequence, and the offsets in it of the nodes that predict its trained tokens."""
+    def add(self, tokens: Sequence[int], asked: Sequence[int]) -> None:
+        """A sequence, and the offsets in it of the tokens whose hidden state is needed."""
         known = len(self.tokens)
         rows: list[int] = []
         node = -1
@@ -111,6 +123,6 @@ class _Tree:
                 self.tokens.append(token)
                 self.positions.append(position)
             rows.append(node)
-        self.predicting += [rows[offset] for offset in predicting]
+        self.asked += [rows[offset] for offset in asked]
         if len(self.tokens) > known:  # otherwise every row has its output from an earlier path
             self.paths.append(Path(rows, len(rows) - (len(self.tokens) - known)))

@@ -31,8 +31,24 @@ def make_tiny(
 
     Defaults: hidden 64, ffn 128, 4 layers, 4 heads, 2 KV heads of 16, vocabulary 512, qwen2 tied.
     """
-    import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+    from transformers import AutoModelForCausalLM
+
+    return _write(folder, AutoModelForCausalLM, _config(family, tied, overrides), seed)
+
+
+def make_tiny_classifier(
+    folder: Path | str, family: str, *, seed: int = 0, num_labels: int = 1, **overrides: Any
+) -> Path:
+    """The same as a sequence classifier: a reward model, or what a critic starts from."""
+    from transformers import AutoModelForSequenceClassification
+
+    config = _config(family, None, overrides)
+    config.num_labels = num_labels
+    return _write(folder, AutoModelForSequenceClassification, config, seed)
+
+
+def _config(family: str, tied: bool | None, overrides: dict[str, Any]) -> Any:
+    from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
     classes = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
     settings: dict[str, Any] = {
@@ -52,10 +68,16 @@ def make_tiny(
         settings["head_dim"] = 16
     config = classes[family](**{**settings, **overrides})
     config.initializer_range = 0.08
+    return config
+
+
+def _write(folder: Path | str, auto_class: Any, config: Any, seed: int) -> Path:
+    import torch
+
     state = torch.get_rng_state()
     try:
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = auto_class.from_config(config, dtype=torch.float32)
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.data.normal_(1.0, 0.1)
