@@ -22,13 +22,8 @@ from rlhf.config.schema import (
     SamplingSection,
     TrainSection,
 )
-from rlhf.dist.layout import (
-    LayoutError,
-    RolloutLayout,
-    TrainLayout,
-    engine_cut_faults,
-    train_cut_faults,
-)
+from rlhf.dist.layout import LayoutError, RolloutLayout, TrainLayout, listed
+from rlhf.weights.families import rollout_faults, train_faults
 
 if TYPE_CHECKING:
     from rlhf.weights.model_shape import ModelShape
@@ -80,30 +75,48 @@ def _layout_faults(config: Config, shape: ModelShape, world: int) -> Iterator[st
     for key in ("first", "last"):
         if getattr(train, key) is not None and train.pp == 1:
             yield f"train.{key}: needs train.pp > 1, which is 1; leave it out"
-    sizes = (shape.num_heads, shape.num_kv_heads, shape.ffn_size)
-    yield from train_cut_faults(train.tp, *sizes)
-    yield from engine_cut_faults(rollout.tp, 1, *sizes)
-    yield from _grid_faults(train, shape, world)
-    try:
-        RolloutLayout(world, rollout.tp, rollout.dp, rollout.ep, rollout.pp, rollout.a2a)
-    except LayoutError as error:
-        yield from error.faults
-
-
-def _grid_faults(train: TrainSection, shape: ModelShape, world: int) -> Iterator[str]:
+    if shape.moe is not None and train.tp > 1 and not train.sequence_parallel:
+        yield (
+            f"train.sequence_parallel: must be true for a model with experts while train.tp is "
+            f"{train.tp}: Megatron trains experts on sequences that are cut over tp"
+        )
     try:
         layout = train_layout(train, world)
-        if layout.pp * layout.vpp > shape.num_layers:
-            yield (
-                f"train.pp: pp*vpp={layout.pp * layout.vpp} must be at most the model's "
-                f"{shape.num_layers} layers; lower pp or vpp"
-            )
-            return
-        for stage in range(layout.pp):
-            for chunk in range(layout.vpp):
-                layout.layers(shape.num_layers, stage, chunk)
+        yield from train_faults(shape, layout)
+        yield from _stage_faults(layout, shape.num_layers)
     except LayoutError as error:
         yield from error.faults
+    try:
+        engines = RolloutLayout(world, rollout.tp, rollout.dp, rollout.ep, rollout.pp, rollout.a2a)
+        yield from rollout_faults(shape, engines)
+    except LayoutError as error:
+        yield from error.faults
+
+
+def _stage_faults(layout: TrainLayout, layers: int) -> Iterator[str]:
+    """Megatron wants as many layers on each stage, but for the first and the last one."""
+    chunks = layout.pp * layout.vpp
+    if chunks > layers:
+        yield (
+            f"train.pp: pp*vpp={chunks} must be at most the model's {layers} layers; lower pp or "
+            "vpp"
+        )
+        return
+    ends = [n for n in (layout.first, layout.last) if n is not None]
+    left, stages = layers - sum(ends), layout.pp - len(ends)
+    if stages > 0 and left > 0 and left % stages:
+        before = layout.first or 0
+        middle = layout.pp - 1 - (layout.first is not None)
+        fitting = [n for n in range(1, layers - before) if (layers - before - n) % middle == 0]
+        yield (
+            f"train.first, train.last: {left} of the model's {layers} layers are left for {stages} "
+            f"stages, with first={layout.first} and last={layout.last}, and must be a multiple of "
+            f"{stages}; with this first, last may be one of {listed(fitting)}"
+        )
+        return
+    for stage in range(layout.pp):
+        for chunk in range(layout.vpp):
+            layout.layers(layers, stage, chunk)
 
 
 def train_layout(train: TrainSection, world: int) -> TrainLayout:
@@ -120,20 +133,10 @@ def train_layout(train: TrainSection, world: int) -> TrainLayout:
 def _feature_faults(train: TrainSection, rollout: RolloutSection) -> Iterator[str]:
     if train.cp > 1:
         yield f"train.cp: must be 1, is {train.cp}: context parallelism is not supported yet"
-    dense = "the supported models have no experts"
-    if train.ep > 1:
-        yield f"train.ep: must be 1, is {train.ep}: {dense}"
-    if train.etp is not None:
-        yield f"train.etp: must be left out, is {train.etp}: {dense}"
-    if rollout.ep > 1:
-        yield f"rollout.ep: must be 1, is {rollout.ep}: {dense}"
-    if rollout.a2a != "none":
-        yield f"rollout.a2a: must be none, is {rollout.a2a}: {dense}"
     if rollout.dp > 1:
-        yield (
-            f"rollout.dp: must be 1, is {rollout.dp}: the engine has no DP-attention for Llama and "
-            "Qwen models; lower rollout.tp for more engines instead"
-        )
+        yield f"rollout.dp: must be 1, is {rollout.dp}: DP-attention is not supported yet"
+    if rollout.ep > 1:
+        yield f"rollout.ep: must be 1, is {rollout.ep}: EP in the engine is not supported yet"
     if rollout.pp > 1:
         yield (
             f"rollout.pp: must be 1, is {rollout.pp}: pipeline-parallel engines are not supported "

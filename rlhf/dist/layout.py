@@ -53,7 +53,7 @@ class TrainLayout:
                 f"use {dense * (self.world // dense + 1)} ranks or a smaller tp, pp or cp"
             )
         expert = self.expert_tp * self.ep * self.pp
-        if self.ep > 1 and self.world % expert:
+        if (self.ep > 1 or self.etp is not None) and self.world % expert:
             faults.append(
                 f"train: world={self.world} must be a multiple of etp*ep*pp={expert} "
                 f"(etp={self.expert_tp}{', which defaults to tp' if self.etp is None else ''})"
@@ -141,7 +141,13 @@ class RolloutCoord:
 
 @dataclass(frozen=True, slots=True)
 class RolloutLayout:
-    """SGLang engines. ``dp`` is DP-attention inside an engine (attention tp = tp / dp)."""
+    """SGLang engines. ``dp`` is DP-attention inside an engine (attention tp = tp / dp).
+
+    With dp > 1 the engine also has its vocabulary over the attention group (dp-lm-head), and in
+    models with experts whole dense MLPs on every rank (moe_dense_tp_size=1). ``ep`` consecutive
+    groups of tp / ep ranks have experts of their own; with a2a=deepep shared experts are whole on
+    every rank.
+    """
 
     world: int
     tp: int = 1
@@ -169,6 +175,14 @@ class RolloutLayout:
         return self.tp * self.pp
 
     @property
+    def attention_tp(self) -> int:
+        return self.tp // self.dp
+
+    @property
+    def expert_tp(self) -> int:
+        return self.tp // self.ep
+
+    @property
     def num_engines(self) -> int:
         return self.world // self.engine_size
 
@@ -191,37 +205,14 @@ def division_faults(key: str, parts: int, sizes: Mapping[str, int]) -> Iterator[
     """What is spread over ``parts`` ranks must divide evenly; names all that does not."""
     bad = [f"{name} {size}" for name, size in sizes.items() if size % parts]
     if bad:
-        allowed = _listed(d for d in range(1, min(sizes.values()) + 1) if _divides(d, sizes))
+        allowed = listed(d for d in range(1, min(sizes.values()) + 1) if _divides(d, sizes))
         yield f"{key}: {parts} must divide the model's {', '.join(bad)}; set it to one of {allowed}"
-
-
-def train_cut_faults(tp: int, heads: int, kv_heads: int, ffn_size: int) -> Iterator[str]:
-    """Megatron copies no KV heads."""
-    sizes = {"attention heads": heads, "KV heads": kv_heads, "feed-forward size": ffn_size}
-    return division_faults("train.tp", tp, sizes)
-
-
-def engine_cut_faults(tp: int, dp: int, heads: int, kv_heads: int, ffn_size: int) -> Iterator[str]:
-    """SGLang may copy KV heads: the ranks of an attention group divide them or are a multiple."""
-
-    def fits(tp: int) -> bool:
-        attention_tp = max(1, tp // dp)
-        whole = heads % attention_tp == 0 and ffn_size % tp == 0
-        return whole and (kv_heads % attention_tp == 0 or attention_tp % kv_heads == 0)
-
-    if not fits(tp):
-        allowed = _listed(t for t in range(dp, heads * dp + 1, dp) if fits(t))
-        over = "" if dp == 1 else f" (attention: rollout.tp/rollout.dp={tp // dp})"
-        yield (
-            f"rollout.tp: {tp}{over} must divide the model's {heads} attention heads and "
-            f"feed-forward size {ffn_size}, and divide its {kv_heads} KV heads or be a multiple "
-            f"of them; set it to one of {allowed}"
-        )
 
 
 def _divides(parts: int, sizes: Mapping[str, int]) -> bool:
     return all(size % parts == 0 for size in sizes.values())
 
 
-def _listed(numbers: Iterable[int]) -> str:
+def listed(numbers: Iterable[int]) -> str:
+    """``1, 2, 4``."""
     return ", ".join(map(str, numbers))

@@ -55,7 +55,8 @@ class Mover:
         Args:
             params: this rank's source parameters; looked up afresh in each run.
             target: the window to an engine, or tensors to fill in place.
-            dtype: dtype of the bytes on their way, which is the destination's.
+            dtype: dtype of the bytes on their way, which is the destination's; a transfer's own
+                goes before it.
             limit_s: longest wait for a peer or for the receiver.
             padding_params: the engine's parameters that hold nothing but vocabulary padding on
                 this rank; any other that the plan does not write is refused by the receiver.
@@ -124,15 +125,23 @@ class Mover:
     def receiver_rounds(self) -> dict[str, Any]:
         """What the engine's receiver must know of the rounds; JSON.
 
-        ``writes[round]`` is a list of [parameter, box, offset in the area].
+        ``writes[round]`` is a list of [parameter, box, offset in the area]; ``dtypes`` has those
+        of parameters that are not of ``dtype``.
         """
+        arriving = [list(round_.arriving) for round_ in self.plan.rounds]
         return {
             "dtype": str(self.dtype).removeprefix("torch."),
+            "dtypes": {
+                p.transfer.param: p.transfer.dtype
+                for placed in arriving
+                for p in placed
+                if p.transfer.dtype is not None
+            },
             "device_handle": self.window.device_handle(),
             "padding": self._padding_params,
             "writes": [
-                [[p.transfer.param, p.transfer.box, p.offset] for p in round_.arriving]
-                for round_ in self.plan.rounds
+                [[p.transfer.param, p.transfer.box, p.offset] for p in placed]
+                for placed in arriving
             ],
         }
 

@@ -23,10 +23,10 @@ from rlhf.reshard.plan import Topology, plan
 from rlhf.reshard.polling import Poll
 from rlhf.reshard.schedule import rank_plan
 from rlhf.reshard.transport import Transport
-from rlhf.weights.families import full_shapes, train_pieces
+from rlhf.weights.families import full_pieces, train_pieces
 from rlhf.weights.hf_checkpoint import is_weight_file, write_index, write_tensors
 from rlhf.weights.model_shape import ModelShape
-from rlhf.weights.piece import Piece, box_size, full_box
+from rlhf.weights.piece import Piece, box_size
 
 MAX_FILE_BYTES = 4 << 30
 WORTH_A_WRITER_BYTES = 256 << 20
@@ -64,7 +64,8 @@ class Exporter:
         """
         Args:
             params: this rank's parameters by the names of ``train_pieces``.
-            dtype: of the files; parameters of another dtype are cast.
+            dtype: of the files, but for tensors that have their own; parameters of another dtype
+                are cast.
             gather: over all ranks of ``layout``.
         """
         self._rank = rank
@@ -72,9 +73,13 @@ class Exporter:
         self._dtype = dtype
         self._transport = transport
         self._gather = gather
-        self._shapes = full_shapes(shape)
+        self._full = {piece.tensor: piece for piece in full_pieces(shape)}
+        self._sizes = {
+            name: box_size(piece.region) * self._dtype_of(piece).itemsize
+            for name, piece in self._full.items()
+        }
         self._shards = [train_pieces(shape, layout, r) for r in range(layout.world)]
-        self.files = assign_files(self._shapes, self._shards, dtype.itemsize, max_file_bytes)
+        self.files = assign_files(self._sizes, self._shards, max_file_bytes)
 
     def write(self, folder: str | Path, source: str | Path, poll: Poll) -> None:
         """Make ``folder``: weights from the ranks, everything else copied from ``source``.
@@ -104,12 +109,11 @@ class Exporter:
         """The full tensors of the file of the batch that this rank writes; often none."""
         destination: list[list[Piece]] = [[] for _ in self._shards]
         for file in batch:
-            destination[file.writer] = [
-                Piece(name, full_box(self._shapes[name]), name, full_box(self._shapes[name]))
-                for name in file.tensors
-            ]
+            destination[file.writer] = [self._full[name] for name in file.tensors]
         tensors = {
-            piece.param: torch.empty(self._shapes[piece.tensor], dtype=self._dtype)
+            piece.param: torch.empty(
+                [size for _, size in piece.region], dtype=self._dtype_of(piece)
+            )
             for piece in destination[self._rank]
         }
         world = len(self._shards)
@@ -117,6 +121,9 @@ class Exporter:
         mine = rank_plan(made, self._rank, AREA_BYTES)
         Mover(mine, self._params, self._transport, tensors, dtype=self._dtype).run(poll)
         return tensors
+
+    def _dtype_of(self, piece: Piece) -> torch.dtype:
+        return self._dtype if piece.dtype is None else getattr(torch, piece.dtype)
 
     def _write_own(
         self, work: Path, batch: Sequence[ExportFile], tensors: Mapping[str, Tensor]
@@ -130,9 +137,8 @@ class Exporter:
         """Rank 0: everything that is not weights, then the folder's own name."""
         if self._rank != 0:
             return
-        elements = sum(math.prod(shape) for shape in self._shapes.values())
         by_tensor = {name: file.name for file in self.files for name in file.tensors}
-        write_index(work, by_tensor, elements * self._dtype.itemsize)
+        write_index(work, by_tensor, sum(self._sizes.values()))
         for path in sorted(source.iterdir()):
             if path.is_file() and not is_weight_file(path.name):
                 shutil.copyfile(path, work / path.name)
@@ -155,17 +161,18 @@ class Exporter:
 
 
 def assign_files(
-    shapes: Mapping[str, tuple[int, ...]],
+    sizes: Mapping[str, int],
     shards: Sequence[Sequence[Piece]],
-    itemsize: int,
     max_file_bytes: int,
 ) -> list[ExportFile]:
     """Cut the model into files of about equal size, each written by a rank that holds much of it.
 
     A rank writes no second file before every rank has one. A file exceeds ``max_file_bytes`` by
     less than one tensor.
+
+    Args:
+        sizes: tensor -> bytes, in the order of the files.
     """
-    sizes = {name: math.prod(shape) * itemsize for name, shape in shapes.items()}
     total, world = sum(sizes.values()), len(shards)
     num_files = max(
         math.ceil(total / max_file_bytes), min(world, math.ceil(total / WORTH_A_WRITER_BYTES))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rlhf.weights.piece import Box, Piece, box_size, intersect
+from rlhf.weights.piece import ITEMSIZES, Box, Piece, box_size, intersect
 
 Shard = Sequence[Piece]
 """What one rank holds (or needs) in one layout."""
@@ -39,6 +39,12 @@ class Transfer:
     param: str
     box: Box
     num_elements: int
+    itemsize: int  # bytes per element in the destination's dtype
+    dtype: str | None  # of the destination, where it is not the model's
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * self.itemsize
 
     def __str__(self) -> str:
         return (
@@ -52,7 +58,7 @@ class ReshardPlan:
     """All transfers between two layouts, by destination and there in the order of its pieces."""
 
     world: int
-    itemsize: int  # bytes per element in the destination's dtype
+    itemsize: int  # bytes per element in the model's dtype at the destination
     transfers: tuple[Transfer, ...]
 
     @property
@@ -63,15 +69,14 @@ class ReshardPlan:
     @property
     def local_bytes(self) -> int:
         """Bytes that a rank copies from itself."""
-        local = sum(t.num_elements for t in self.transfers if t.source == t.destination)
-        return local * self.itemsize
+        return sum(t.num_bytes for t in self.transfers if t.source == t.destination)
 
     def sent_bytes(self) -> list[int]:
         """Bytes that each rank sends to others."""
         out = [0] * self.world
         for t in self.transfers:
             if t.source != t.destination:
-                out[t.source] += t.num_elements * self.itemsize
+                out[t.source] += t.num_bytes
         return out
 
 
@@ -108,7 +113,7 @@ def plan(
 
     Args:
         source, destination: shards by rank; the same ranks on both sides.
-        itemsize: bytes per element in the destination's dtype.
+        itemsize: bytes per element at the destination, for pieces without a dtype of their own.
 
     Raises:
         ValueError: some rectangle is held by no source rank.
@@ -127,7 +132,9 @@ def plan(
         for need in _needs(piece, rank, index.get(piece.tensor, {}), topology)
     ]
     chosen = _choose_holders(needs, world)
-    transfers = tuple(_transfer(need, held) for need, held in zip(needs, chosen, strict=True))
+    transfers = tuple(
+        _transfer(need, held, itemsize) for need, held in zip(needs, chosen, strict=True)
+    )
     return ReshardPlan(world, itemsize, transfers)
 
 
@@ -201,7 +208,7 @@ def _choose_holders(needs: list[_Need], world: int) -> list[_Held]:
     return chosen
 
 
-def _transfer(need: _Need, held: _Held) -> Transfer:
+def _transfer(need: _Need, held: _Held, itemsize: int) -> Transfer:
     piece = need.piece
     return Transfer(
         tensor=piece.tensor,
@@ -212,6 +219,8 @@ def _transfer(need: _Need, held: _Held) -> Transfer:
         param=piece.param,
         box=_move(need.region, piece.region, piece.local),
         num_elements=box_size(need.region),
+        itemsize=itemsize if piece.dtype is None else ITEMSIZES[piece.dtype],
+        dtype=piece.dtype,
     )
 
 

@@ -61,7 +61,7 @@ class RankPlan:
     """One rank's share of a plan."""
 
     rank: int
-    itemsize: int
+    itemsize: int  # of transfers without a dtype of their own
     rounds: tuple[Round, ...]
     incoming_area_bytes: int  # largest round
     outgoing_area_bytes: int
@@ -94,14 +94,14 @@ def rank_plans(plan: ReshardPlan, ranks: Sequence[int], area_bytes: int) -> list
 
 def _assign_rounds(plan: ReshardPlan, area_bytes: int) -> list[_Item]:
     """First round with room at both ends, for all transfers in the order of their progress."""
-    limit = area_bytes // SPLITS_PER_AREA // ALIGN_BYTES * ALIGN_BYTES // plan.itemsize
+    limit = area_bytes // SPLITS_PER_AREA // ALIGN_BYTES * ALIGN_BYTES
     used_in: list[list[int]] = [[] for _ in range(plan.world)]
     used_out: list[list[int]] = [[] for _ in range(plan.world)]
     first_in, first_out = [0] * plan.world, [0] * plan.world
     nearly_full = area_bytes - area_bytes // 64
     out: list[_Item] = []
     for transfer in _in_order(plan, limit):
-        size = align(transfer.num_elements * plan.itemsize)
+        size = align(transfer.num_bytes)
         ends = [(used_in[transfer.destination], first_in, transfer.destination)]
         if transfer.source != transfer.destination:
             ends.append((used_out[transfer.source], first_out, transfer.source))
@@ -117,7 +117,7 @@ def _assign_rounds(plan: ReshardPlan, area_bytes: int) -> list[_Item]:
     return out
 
 
-def _in_order(plan: ReshardPlan, limit_elements: int) -> Iterator[Transfer]:
+def _in_order(plan: ReshardPlan, limit_bytes: int) -> Iterator[Transfer]:
     """Transfers by how much of their destination's local or remote bytes goes before them.
 
     So every round has its part of both, and the wire works while the rank copies. A destination
@@ -126,7 +126,7 @@ def _in_order(plan: ReshardPlan, limit_elements: int) -> Iterator[Transfer]:
     queues: dict[tuple[int, bool], list[Transfer]] = defaultdict(list)
     for transfer in plan.transfers:
         local = transfer.source == transfer.destination
-        queues[transfer.destination, local] += _split(transfer, limit_elements)
+        queues[transfer.destination, local] += _split(transfer, limit_bytes)
     streams = []
     for (destination, local), transfers in sorted(queues.items()):
         if not local:
@@ -146,14 +146,14 @@ def _with_progress(
         before += transfer.num_elements
 
 
-def _split(transfer: Transfer, limit_elements: int) -> list[Transfer]:
-    """The transfer in parts of at most ``limit_elements``, cut along its outer dims."""
-    if transfer.num_elements <= limit_elements:
+def _split(transfer: Transfer, limit_bytes: int) -> list[Transfer]:
+    """The transfer in parts of at most ``limit_bytes``, cut along its outer dims."""
+    if transfer.num_bytes <= limit_bytes:
         return [transfer]
     sizes = [stop - start for start, stop in transfer.box]
     dim = next(i for i, size in enumerate(sizes) if size > 1)
     per_index = math.prod(sizes[dim + 1 :])
-    step = max(1, limit_elements // per_index)
+    step = max(1, limit_bytes // transfer.itemsize // per_index)
     from_end = len(sizes) - dim
     parts = [
         replace(
@@ -164,7 +164,7 @@ def _split(transfer: Transfer, limit_elements: int) -> list[Transfer]:
         )
         for begin in range(0, sizes[dim], step)
     ]
-    return [small for part in parts for small in _split(part, limit_elements)]
+    return [small for part in parts for small in _split(part, limit_bytes)]
 
 
 def _narrow(box: Box, from_end: int, begin: int, end: int) -> Box:
@@ -185,29 +185,28 @@ def _share(plan: ReshardPlan, assigned: list[_Item], num_rounds: int, rank: int)
     rounds, in_peak, out_peak = [], 0, 0
     for arriving, leaving in zip(incoming, outgoing, strict=True):
         local = arriving.pop(rank, [])
-        messages, at = _messages(arriving, plan.itemsize)
-        placed, in_bytes = _place(local, at, plan.itemsize)
-        sent, out_bytes = _messages(leaving, plan.itemsize)
+        messages, at = _messages(arriving)
+        placed, in_bytes = _place(local, at)
+        sent, out_bytes = _messages(leaving)
         rounds.append(Round(messages, sent, placed))
         in_peak, out_peak = max(in_peak, in_bytes), max(out_peak, out_bytes)
     return RankPlan(rank, plan.itemsize, tuple(rounds), in_peak, out_peak)
 
 
-def _messages(by_peer: dict[int, list[Transfer]], itemsize: int) -> tuple[tuple[Message, ...], int]:
+def _messages(by_peer: dict[int, list[Transfer]]) -> tuple[tuple[Message, ...], int]:
     """Messages back to back, peers ascending; and where they end."""
     out, at = [], 0
     for peer in sorted(by_peer):
-        parts, end = _place(by_peer[peer], at, itemsize)
+        parts, end = _place(by_peer[peer], at)
         out.append(Message(peer, at, end - at, parts))
         at = end
     return tuple(out), at
 
 
-def _place(transfers: Sequence[Transfer], at: int, itemsize: int) -> tuple[tuple[Placed, ...], int]:
+def _place(transfers: Sequence[Transfer], at: int) -> tuple[tuple[Placed, ...], int]:
     """Aligned places from ``at`` on, and where they end."""
     out = []
     for transfer in transfers:
-        num_bytes = transfer.num_elements * itemsize
-        out.append(Placed(transfer, at, num_bytes))
-        at += align(num_bytes)
+        out.append(Placed(transfer, at, transfer.num_bytes))
+        at += align(transfer.num_bytes)
     return tuple(out), at

@@ -53,8 +53,14 @@ def rectangle(tensor: Tensor, box: Box) -> Tensor:
 
 
 def part_view(area: Tensor, placed: Placed, dtype: torch.dtype) -> Tensor:
-    """The bytes of one transfer as a contiguous tensor of its source's shape; a view."""
-    data = area[placed.offset : placed.offset + placed.num_bytes].view(dtype)
+    """The bytes of one transfer as a contiguous tensor of its source's shape; a view.
+
+    Args:
+        dtype: the model's; a transfer may have its own.
+    """
+    own = placed.transfer.dtype
+    data = area[placed.offset : placed.offset + placed.num_bytes]
+    data = data.view(dtype if own is None else getattr(torch, own))
     return data.view([stop - start for start, stop in placed.transfer.source_box])
 
 

@@ -16,7 +16,8 @@ import pickle
 import time
 import traceback
 import zlib
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -100,19 +101,22 @@ class _Receiver:
         rounds = message["rounds"]
         self._words[Word.ERROR] = 0
         self._refusal = "the window's opening failed"
-        dtype = getattr(torch, rounds["dtype"])
+        dtypes = defaultdict(
+            lambda: getattr(torch, rounds["dtype"]),
+            {param: getattr(torch, name) for param, name in rounds["dtypes"].items()},
+        )
         if rounds["device_handle"] is not None:
             self._areas = pickle.loads(base64.b64decode(rounds["device_handle"]))
         live = _live(self._model)
         for param in rounds["padding"]:
             live.pop(param)
         try:
-            _check(live, rounds["writes"], dtype)
+            _check(live, rounds["writes"], dtypes)
         except ValueError as error:
             self._refusal = str(error)
             raise
         self._writes = [
-            [self._write(number, *write, dtype) for write in writes]
+            [self._write(number, *write, dtypes[write[0]]) for write in writes]
             for number, writes in enumerate(rounds["writes"])
         ]
         self._refusal = ""
@@ -225,7 +229,9 @@ def _sleep(model: nn.Module) -> None:
             tensor.data.fill_(float("nan"))
 
 
-def _check(live: dict[str, Tensor], rounds: list[list[Any]], dtype: torch.dtype) -> None:
+def _check(
+    live: dict[str, Tensor], rounds: list[list[Any]], dtypes: Mapping[str, torch.dtype]
+) -> None:
     """
     Raises:
         ValueError: a parameter is missing, unplanned, of another dtype, or not fully written
@@ -246,8 +252,8 @@ def _check(live: dict[str, Tensor], rounds: list[list[Any]], dtype: torch.dtype)
     for param, tensor in live.items():
         if param not in written:
             faults.append(f"the plan does not write {param}")
-        elif tensor.dtype != dtype:
-            faults.append(f"{param} is {tensor.dtype}, the plan writes {dtype}")
+        elif tensor.dtype != dtypes[param]:
+            faults.append(f"{param} is {tensor.dtype}, the plan writes {dtypes[param]}")
         elif written[param] != rows[param] * (tensor.numel() // tensor.shape[0]):
             faults.append(
                 f"{param} has {tensor.numel()} elements, the plan writes {written[param]}"

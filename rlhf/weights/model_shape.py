@@ -13,12 +13,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 FamilyName = Literal["llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe"]
+MOE_FAMILIES = ("qwen3_moe", "deepseek_v3", "glm4_moe")
 
 ARCHITECTURES: Mapping[str, FamilyName] = {
     "LlamaForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
+    "Glm4MoeForCausalLM": "glm4_moe",
 }
+"""Kimi-K2 and Moonlight are of DeepSeek-V3's class."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +50,11 @@ class YarnRope:
 
 @dataclass(frozen=True, slots=True)
 class MLAShape:
-    """Multi-head latent attention (arXiv:2405.04434, section 2.1): sizes of its projections."""
+    """Multi-head latent attention (arXiv:2405.04434, section 2.1): sizes of its projections.
+
+    Its rotary embedding turns neighbouring elements together (``rope_interleave`` in transformers),
+    that of other families elements half a head apart.
+    """
 
     q_lora_rank: int | None
     """None: queries come from the hidden state by one projection."""
@@ -101,7 +110,10 @@ class ModelShape:
     rotary_dim: int
     """The first so many elements of each query and key head are rotated; with MLA its rope part."""
     mla: MLAShape | None = None
+    """With it, ``head_dim`` is that of a query, and there are as many KV heads as heads."""
     moe: MoEShape | None = None
+    num_mtp_layers: int = 0
+    """Layers for multi-token prediction in the checkpoint; neither trained, served nor exported."""
 
     def has_experts(self, layer: int) -> bool:
         """Whether layer number ``layer`` has routed experts in place of a dense MLP."""
@@ -148,7 +160,16 @@ def parse_model_shape(raw: Mapping[str, Any]) -> ModelShape:
     _refuse_what_is_not_trained(raw, family)
     heads = int(raw["num_attention_heads"])
     hidden = int(raw["hidden_size"])
-    theta, scaling = _rope(raw)
+    mla = _mla(raw) if family == "deepseek_v3" else None
+    if mla is None:
+        kv_heads = int(raw.get("num_key_value_heads") or heads)
+        head_dim = int(raw.get("head_dim") or hidden // heads)
+        rotary_dim = int(head_dim * _partial_rotary_factor(raw, family))
+    else:
+        kv_heads = heads
+        head_dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
+        rotary_dim = mla.qk_rope_head_dim
+    theta, scaling = _rope(raw, family)
     eos = raw.get("eos_token_id")
     return ModelShape(
         family=family,
@@ -156,35 +177,113 @@ def parse_model_shape(raw: Mapping[str, Any]) -> ModelShape:
         hidden_size=hidden,
         ffn_size=int(raw["intermediate_size"]),
         num_heads=heads,
-        num_kv_heads=int(raw.get("num_key_value_heads") or heads),
-        head_dim=int(raw.get("head_dim") or hidden // heads),
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
         vocab_size=int(raw["vocab_size"]),
         max_position=int(raw["max_position_embeddings"]),
         tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
+        qkv_bias=family == "qwen2" or (family == "glm4_moe" and bool(raw.get("attention_bias"))),
+        qk_norm=family in ("qwen3", "qwen3_moe") or bool(raw.get("use_qk_norm", False)),
         norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
         rope_theta=theta,
         rope_scaling=scaling,
-        rotary_dim=int(raw.get("head_dim") or hidden // heads),
+        rotary_dim=rotary_dim,
         eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),),
+        mla=mla,
+        moe=_moe(raw, family),
+        num_mtp_layers=int(raw.get("num_nextn_predict_layers") or 0),
     )
 
 
-def _refuse_what_is_not_trained(raw: Mapping[str, Any], family: str) -> None:
+def _mla(raw: Mapping[str, Any]) -> MLAShape:
+    query_rank = raw.get("q_lora_rank")
+    return MLAShape(
+        q_lora_rank=None if query_rank is None else int(query_rank),
+        kv_lora_rank=int(raw["kv_lora_rank"]),
+        qk_nope_head_dim=int(raw["qk_nope_head_dim"]),
+        qk_rope_head_dim=int(raw["qk_rope_head_dim"]),
+        v_head_dim=int(raw["v_head_dim"]),
+    )
+
+
+def _moe(raw: Mapping[str, Any], family: FamilyName) -> MoEShape | None:
+    if family not in MOE_FAMILIES:
+        return None
+    if family == "qwen3_moe":
+        return MoEShape(
+            # transformers writes the second name since its version 5
+            num_experts=int(raw.get("num_experts") or raw["num_local_experts"]),
+            num_experts_per_token=int(raw["num_experts_per_tok"]),
+            ffn_size=int(raw["moe_intermediate_size"]),
+            num_shared_experts=0,
+            first_dense=0,
+            scoring="softmax",
+            normalize_topk=bool(raw.get("norm_topk_prob", False)),
+            scaling_factor=1.0,
+            num_groups=1,
+            topk_groups=1,
+            expert_bias=False,
+        )
+    return MoEShape(
+        num_experts=int(raw["n_routed_experts"]),
+        num_experts_per_token=int(raw["num_experts_per_tok"]),
+        ffn_size=int(raw["moe_intermediate_size"]),
+        num_shared_experts=int(raw.get("n_shared_experts") or 0),
+        first_dense=int(raw.get("first_k_dense_replace") or 0),
+        scoring="sigmoid",
+        normalize_topk=bool(raw.get("norm_topk_prob", True)),
+        scaling_factor=float(raw.get("routed_scaling_factor", 1.0)),
+        num_groups=int(raw.get("n_group") or 1),
+        topk_groups=int(raw.get("topk_group") or 1),
+        expert_bias=True,
+    )
+
+
+def _partial_rotary_factor(raw: Mapping[str, Any], family: FamilyName) -> float:
+    new = raw.get("rope_parameters") or {}
+    usual = 0.5 if family == "glm4_moe" else 1.0
+    factor = float(new.get("partial_rotary_factor", raw.get("partial_rotary_factor", usual)))
+    if factor != 1 and family != "glm4_moe":
+        raise ValueError(f"partial_rotary_factor={factor} is not supported for {family}; only 1 is")
+    return factor
+
+
+def _refuse_what_is_not_trained(raw: Mapping[str, Any], family: FamilyName) -> None:
     if raw.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act={raw['hidden_act']!r} is not supported; only 'silu' is")
     if raw.get("use_sliding_window"):
         raise ValueError("use_sliding_window=true is not supported; set it to false")
-    if family in ("llama", "qwen3") and raw.get("attention_bias"):
+    if family not in ("qwen2", "glm4_moe") and raw.get("attention_bias"):
         raise ValueError(f"attention_bias=true is not supported for {family}")
     if raw.get("mlp_bias"):
         raise ValueError("mlp_bias=true is not supported")
     if raw.get("quantization_config"):
         raise ValueError("quantization_config is set: give the unquantised (bf16) checkpoint")
+    if family in MOE_FAMILIES:
+        _refuse_experts_that_are_not_trained(raw, family)
 
 
-def _rope(raw: Mapping[str, Any]) -> tuple[float, Llama3Rope | None]:
+def _refuse_experts_that_are_not_trained(raw: Mapping[str, Any], family: FamilyName) -> None:
+    """A key that says what we do may be left out, as newer configs do."""
+    only: dict[str, Any] = {"tie_word_embeddings": False}
+    if family == "qwen3_moe":
+        only |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
+    if family == "deepseek_v3":
+        only |= {
+            "moe_layer_freq": 1,
+            "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
+            "rope_interleave": True,
+        }
+    for key, value in only.items():
+        if (found := raw.get(key)) is not None and found != value:
+            raise ValueError(
+                f"{key}={json.dumps(found)} is not supported for {family}; "
+                f"only {json.dumps(value)} is"
+            )
+
+
+def _rope(raw: Mapping[str, Any], family: FamilyName) -> tuple[float, Llama3Rope | YarnRope | None]:
     """(theta, scaling) from ``rope_parameters`` (new) or ``rope_theta``/``rope_scaling`` (old)."""
     new = raw.get("rope_parameters") or {}
     old = raw.get("rope_scaling") or {}
@@ -193,11 +292,31 @@ def _rope(raw: Mapping[str, Any]) -> tuple[float, Llama3Rope | None]:
     kind = settings.get("rope_type", settings.get("type", "default"))
     if kind == "default":
         return theta, None
-    if kind != "llama3":
-        raise ValueError(f"rope type {kind!r} is not supported; supported are 'default', 'llama3'")
-    return theta, Llama3Rope(
+    if kind == "llama3" and family not in MOE_FAMILIES:
+        return theta, Llama3Rope(
+            factor=float(settings["factor"]),
+            low_freq_factor=float(settings["low_freq_factor"]),
+            high_freq_factor=float(settings["high_freq_factor"]),
+            original_max_position_embeddings=int(settings["original_max_position_embeddings"]),
+        )
+    if kind == "yarn" and family == "deepseek_v3":
+        return theta, _yarn(settings)
+    scaled = {"deepseek_v3": ", 'yarn'"}.get(family, "" if family in MOE_FAMILIES else ", 'llama3'")
+    raise ValueError(
+        f"rope type {kind!r} is not supported for {family}; supported are 'default'{scaled}"
+    )
+
+
+def _yarn(settings: Mapping[str, Any]) -> YarnRope:
+    """Defaults are those of the DeepSeek-V3 release."""
+    for key, value in (("attention_factor", None), ("truncate", True)):
+        if settings.get(key, value) != value:
+            raise ValueError(f"rope {key}={settings[key]!r} is not supported; leave it out")
+    return YarnRope(
         factor=float(settings["factor"]),
-        low_freq_factor=float(settings["low_freq_factor"]),
-        high_freq_factor=float(settings["high_freq_factor"]),
         original_max_position_embeddings=int(settings["original_max_position_embeddings"]),
+        beta_fast=float(settings.get("beta_fast", 32)),
+        beta_slow=float(settings.get("beta_slow", 1)),
+        mscale=float(settings.get("mscale", 1)),
+        mscale_all_dim=float(settings.get("mscale_all_dim", 0)),
     )

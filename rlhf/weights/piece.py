@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 Box = tuple[tuple[int, int], ...]
 """Half-open range per dim."""
+FLOAT32 = "float32"
+ITEMSIZES = {FLOAT32: 4}
+"""Bytes per element of the dtypes that a parameter may have for itself."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -24,6 +27,8 @@ class Piece:
     region: Box
     param: str
     local: Box
+    dtype: str | None = None
+    """Of the parameter, where it has its own (``float32``); None: the model's."""
 
 
 def box_size(box: Box) -> int:

@@ -15,7 +15,7 @@ from rlhf.config.load import load_config, load_text
 from rlhf.config.schema import Config
 from rlhf.config.yaml_text import dump_yaml, parse_yaml
 from rlhf.rollout.engine import RESERVED_TOKENS
-from rlhf.weights.model_shape import ModelShape
+from rlhf.weights.model_shape import ModelShape, MoEShape
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
@@ -82,11 +82,17 @@ def test_the_plain_configuration_holds(world):
         (["train.pp=2", "train.first=30"], 2, ["30 layers", "pp=2", "first=30"]),
         (["train.pp=2", "train.vpp=4"], 2, ["train.vpp=4 must divide"]),
         (["train.pp=31"], 31, ["train.pp: pp*vpp=31 must be at most the model's 30 layers"]),
+        (
+            ["train.pp=4", "train.first=1", "train.tp=1"],
+            4,
+            ["train.first, train.last: 29", "30 layers", "3 stages", "first=1", "one of 1, 3, 5,"],
+        ),
+        (["train.pp=4"], 4, ["train.first, train.last: 30", "4 stages", "last may be one of 3, 6"]),
         (["train.vpp=2"], 2, ["train.vpp: 2 chunks need train.pp > 1"]),
         (["train.first=2"], 2, ["train.first: needs train.pp > 1"]),
         (["train.sequence_parallel=true"], 2, ["train.sequence_parallel: needs train.tp > 1"]),
         (["train.cp=2"], 2, ["train.cp: must be 1, is 2"]),
-        (["train.ep=2"], 2, ["train.ep: must be 1, is 2"]),
+        (["train.ep=2"], 2, ["train.ep: must be 1, is 2", "llama has no experts"]),
         (["train.etp=1"], 2, ["train.etp: must be left out, is 1"]),
         (["rollout.dp=3", "rollout.tp=3"], 3, ["rollout.dp: must be 1, is 3"]),
         (["rollout.ep=3", "rollout.tp=3"], 3, ["rollout.ep: must be 1, is 3"]),
@@ -231,3 +237,11 @@ def test_mutations_are_valid_or_refused_with_the_key_named(source, tmp_path):
             assert key in str(error) or about_ranks, (key, error.faults)
             assert all(f.startswith((str(file), "override")) for f in error.faults)
     assert min(outcomes.values()) > 20, outcomes
+
+
+def test_experts_over_tp_need_sequence_parallel():
+    moe = MoEShape(8, 2, 64, 0, 0, "softmax", True, 1.0, 1, 1, False)
+    facts = {"family": "qwen3_moe", "moe": moe, "num_heads": 8, "num_kv_heads": 4}
+    check("train.tp=2", "train.sequence_parallel=true", world=2, **facts)
+    with pytest.raises(ConfigError, match=r"train\.sequence_parallel: must be true .*tp is 2"):
+        check("train.tp=2", world=2, **facts)

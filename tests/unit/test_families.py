@@ -14,6 +14,7 @@ from rlhf.weights.families import (
     check_rollout,
     check_train,
     engine_layers,
+    full_pieces,
     full_shapes,
     pad_vocab,
     padded_vocab,
@@ -23,10 +24,10 @@ from rlhf.weights.families import (
     train_param_shapes,
     train_pieces,
 )
-from rlhf.weights.families.table import FAMILIES
 from rlhf.weights.piece import Box, Piece, box_size
 from tests.helpers.shapes import make_shape, rollout_layouts, shapes, train_layouts
 
+MOE = {"family": "qwen3_moe"}
 VOCABULARY = ("word_embeddings", "output_layer", "embed_tokens", "lm_head")
 
 
@@ -187,6 +188,16 @@ def test_vocabulary_is_padded_to_equal_shares():
         ({"num_key_value_heads": 2}, TrainLayout(4, tp=4), ["train.tp: 4", "KV heads 2"]),
         ({}, TrainLayout(3, tp=3), ["train.tp: 3", "attention heads 8"]),
         ({}, TrainLayout(5, pp=5), ["train.pp=5", "layers, 4"]),
+        ({}, TrainLayout(2, ep=2), ["train.ep: must be 1, is 2", "no experts"]),
+        ({}, TrainLayout(2, etp=2), ["train.etp: must be left out, is 2", "no experts"]),
+        (MOE, TrainLayout(5, ep=5), ["train.ep: 5", "experts 12", "one of 1, 2, 3, 4, 6, 12"]),
+        (MOE, TrainLayout(3, etp=3), ["train.etp: 3", "expert feed-forward size 16", "8, 16"]),
+        ({**MOE, "num_key_value_heads": 2}, TrainLayout(4, tp=4), ["train.tp: 4", "KV heads 2"]),
+        (
+            {"family": "deepseek_v3", "moe_intermediate_size": 5},
+            TrainLayout(4, tp=4, etp=1),
+            ["train.tp: 4", "shared experts' size 10"],
+        ),
     ],
 )
 def test_layouts_that_megatron_cannot_cut_are_refused(settings_, layout, words):
@@ -199,7 +210,7 @@ def test_layouts_that_megatron_cannot_cut_are_refused(settings_, layout, words):
     "family,settings_,layout,words",
     [
         ("llama", {"tie_word_embeddings": True}, RolloutLayout(2, pp=2), ["rollout.pp=2", "tied"]),
-        ("llama", {}, RolloutLayout(2, tp=2, dp=2), ["rollout.dp=2", "DP-attention"]),
+        ("llama", {}, RolloutLayout(2, tp=2, dp=2), ["rollout.dp: must be 1, is 2", "no DP-a"]),
         ("qwen3", {}, RolloutLayout(3, tp=3), ["rollout.tp: 3", "8 attention heads"]),
         ("qwen3", {"num_key_value_heads": 3, "num_attention_heads": 12}, RolloutLayout(2, tp=2),
          ["rollout.tp: 2", "3 KV heads"]),
@@ -207,5 +218,59 @@ def test_layouts_that_megatron_cannot_cut_are_refused(settings_, layout, words):
 )  # fmt: skip
 def test_layouts_that_sglang_cannot_cut_are_refused(family, settings_, layout, words):
     with pytest.raises(LayoutError) as caught:
-        check_rollout(make_shape(family, **settings_), FAMILIES[family], layout)
+        check_rollout(make_shape(family, **settings_), layout)
     assert all(word in str(caught.value) for word in words)
+
+
+def test_latent_attention_has_no_kv_heads_to_divide():
+    shape = make_shape("deepseek_v3", num_key_value_heads=3)
+    check_train(shape, TrainLayout(8, tp=8))
+    check_rollout(shape, RolloutLayout(8, tp=8))
+
+
+def test_whole_dense_layers_need_no_division_by_tp():
+    """With DP-attention an engine has them on every rank."""
+    shape = make_shape("glm4_moe", intermediate_size=23)
+    check_rollout(shape, RolloutLayout(2, tp=2, dp=2))
+    with pytest.raises(LayoutError, match="feed-forward size 23"):
+        check_rollout(shape, RolloutLayout(2, tp=2))
+
+
+def test_only_the_expert_bias_is_float32_on_its_own():
+    shape = make_shape("deepseek_v3")
+    for pieces, count in (
+        (train_pieces(shape, TrainLayout(2, pp=2), 1), 2),
+        (rollout_pieces(shape, RolloutLayout(2, tp=2, ep=2), 1), 3),
+        (full_pieces(shape), 3),
+    ):
+        own = [p for p in pieces if p.dtype is not None]
+        assert {p.dtype for p in own} == {"float32"}
+        assert [p.tensor for p in own] == [p.tensor for p in pieces if "e_score" in p.tensor]
+        assert len(own) == count
+
+
+def test_experts_have_global_numbers_in_files_and_local_ones_in_megatron():
+    shape = make_shape("qwen3_moe")
+    layout = TrainLayout(4, ep=4)
+    held = [
+        (p.param.split("linear_fc2.")[1], p.tensor.split("experts.")[1].split(".")[0])
+        for p in train_pieces(shape, layout, 2)
+        if p.param.startswith("decoder.layers.0.") and "linear_fc2" in p.param
+    ]
+    assert held == [("weight0", "6"), ("weight1", "7"), ("weight2", "8")]
+
+
+def test_the_engine_stacks_the_experts_of_a_rank():
+    """Of 12 experts over ep=2 the second group has 6 to 11; each lies over its two ranks."""
+    shape = make_shape("qwen3_moe")
+    layout = RolloutLayout(4, tp=4, ep=2)
+    assert rollout_param_shapes(shape, layout, 3)["model.layers.1.mlp.experts.w13_weight"] == (
+        6, 16, 20,
+    )  # fmt: skip
+    up = next(
+        p
+        for p in rollout_pieces(shape, layout, 3)
+        if p.tensor == "model.layers.1.mlp.experts.7.up_proj.weight"
+    )
+    assert up.region == ((8, 16), (0, 20))
+    assert up.local == ((1, 2), (8, 16), (0, 20))

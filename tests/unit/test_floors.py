@@ -20,6 +20,7 @@ FLOORS = [
     {"types", "dist.layout", "weights.piece", "weights.model_shape", "config.schema"},
     {"config", "dist", "track", "platform", "weights", "packing"},
     {
+        "config.check",
         "algorithms",
         "rewards",
         "envs",

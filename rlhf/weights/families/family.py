@@ -1,15 +1,38 @@
-"""A family's table: its full tensors, and how each side's parameters are made of them."""
+"""A family's table: what its layers are made of, and where SGLang's class is peculiar."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 
 from rlhf.weights.families.operations import Operation, Vocab, Whole
 
 Dims = tuple[str, ...]
-"""Names of sizes: hidden, ffn, query, kv, head, vocab."""
+"""Names of sizes, which ``layouts.py`` takes from the model's shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Tensors of a layer, and the parameters that each program makes of them.
+
+    Names are relative to the layer. With ``{expert}`` in it, a name stands for those of all
+    experts; a Megatron parameter for those of the rank's.
+    """
+
+    tensors: Mapping[str, Dims]  # HF names
+    train: Mapping[str, Operation]  # Megatron, Transformer Engine's names
+    rollout: Mapping[str, Operation]  # SGLang
+    float32: frozenset[str] = frozenset()
+    """Tensors that stay float32 in a model of another dtype, on both sides and in files."""
+
+    def __add__(self, other: Block) -> Block:
+        return Block(
+            {**self.tensors, **other.tensors},
+            {**self.train, **other.train},
+            {**self.rollout, **other.rollout},
+            self.float32 | other.float32,
+        )
 
 
 class Stage(Enum):
@@ -30,42 +53,15 @@ class Outer:
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
-    """Parameters of one program, by the names it uses."""
-
-    outer: tuple[Outer, ...]
-    layer_prefix: str  # with {layer}
-    layer: Mapping[str, Operation]
-
-
-@dataclass(frozen=True, slots=True)
 class Family:
-    """Full tensors in HF names, the trainer's side (Megatron, TE names), the engine's (SGLang).
+    """A layer is ``attention`` and then ``dense``, or ``experts`` where it has routed experts."""
 
-    ``tied``: with tied embeddings the first tensor is the second one. A parameter that would hold
-    a tensor which its stage holds already in an earlier parameter does not exist then.
-    """
-
-    outer_tensors: Mapping[str, Dims]
-    layer_tensors: Mapping[str, Dims]  # relative to model.layers.{layer}.
-    tied: Mapping[str, str]
-    train: Side
-    rollout: Side
-    tied_rollout_pp: bool  # the engine's class can run tied embeddings over pipeline stages
-    attention_dp: bool  # the engine's class knows DP-attention
-
-
-def extend(
-    base: Family,
-    *,
-    tensors: Mapping[str, Dims],
-    train: Mapping[str, Operation],
-    rollout: Mapping[str, Operation],
-) -> Family:
-    """``base`` with more tensors and parameters in each layer."""
-    return replace(
-        base,
-        layer_tensors={**base.layer_tensors, **tensors},
-        train=replace(base.train, layer={**base.train.layer, **train}),
-        rollout=replace(base.rollout, layer={**base.rollout.layer, **rollout}),
-    )
+    attention: Block
+    dense: Block
+    experts: Block | None = None
+    engine_head: Stage = Stage.LAST
+    """SGLang makes an untied head on these stages; only the last one uses it."""
+    tied_engine_stages: bool = True
+    """SGLang's class can run tied embeddings over pipeline stages."""
+    attention_dp: bool = True
+    """SGLang's class knows DP-attention."""

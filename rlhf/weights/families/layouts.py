@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from rlhf.dist.layout import RolloutLayout, TrainLayout
+from rlhf.weights.families.blocks import OUTER_TENSORS, TIED, TRAIN_OUTER, rollout_outer
 from rlhf.weights.families.checks import check_rollout, check_train, engine_vocab, padded_vocab
-from rlhf.weights.families.family import Dims, Family, Side, Stage
-from rlhf.weights.families.operations import Frame, Group, GroupName, Laid, Shape
-from rlhf.weights.families.table import FAMILIES
+from rlhf.weights.families.family import Block, Dims, Family, Outer, Stage
+from rlhf.weights.families.operations import EXPERT, Frame, Group, GroupName, Laid, Operation, Shape
+from rlhf.weights.families.table import family_of
 from rlhf.weights.model_shape import ModelShape
-from rlhf.weights.piece import Piece
+from rlhf.weights.piece import FLOAT32, Piece, full_box
 
 HF_LAYER_PREFIX = "model.layers.{layer}."
 
@@ -28,25 +29,47 @@ class _Chunk:
 
 
 @dataclass(frozen=True, slots=True)
+class _Side:
+    """One program, as seen by one rank."""
+
+    outer: tuple[Outer, ...]
+    layer_prefix: str  # with {layer}
+    layer: Callable[[Block], Mapping[str, Operation]]
+    groups: Mapping[GroupName, Group]
+    experts: range  # global numbers of the rank's
+    vocab_rows: int  # padding included
+    chunks: list[_Chunk]
+
+
+@dataclass(frozen=True, slots=True)
 class _Param:
     """A local parameter; ``hf_prefix`` goes before the tensor names of its parts."""
 
     name: str
     hf_prefix: str
     laid: Laid
+    dtype: str | None
 
 
 def full_shapes(shape: ModelShape) -> dict[str, Shape]:
     """HF name -> shape of every tensor in the model's checkpoint (no lm_head when tied)."""
-    family = FAMILIES[shape.family]
-    out = _shapes(shape, family.outer_tensors)
-    if shape.tied_embeddings:
-        for name in family.tied:
-            del out[name]
-    per_layer = _shapes(shape, family.layer_tensors)
-    for layer in range(shape.num_layers):
-        prefix = HF_LAYER_PREFIX.format(layer=layer)
-        out.update((prefix + name, dims) for name, dims in per_layer.items())
+    return {piece.tensor: tuple(n for _, n in piece.region) for piece in full_pieces(shape)}
+
+
+def full_pieces(shape: ModelShape) -> list[Piece]:
+    """Every tensor of the model's checkpoint as a piece of itself."""
+    family = family_of(shape)
+    outer = {n: d for n, d in OUTER_TENSORS.items() if not (shape.tied_embeddings and n in TIED)}
+    out = [_full_piece(name, dims) for name, dims in _shapes(shape, outer).items()]
+    by_kind = {
+        has_experts: _full_layer(shape, _layer(family, has_experts))
+        for has_experts in {shape.has_experts(n) for n in range(shape.num_layers)}
+    }
+    for number in range(shape.num_layers):
+        prefix = HF_LAYER_PREFIX.format(layer=number)
+        for piece in by_kind[shape.has_experts(number)]:
+            name = prefix + piece.tensor
+            out.append(replace(piece, tensor=name, param=name))
     return out
 
 
@@ -59,7 +82,7 @@ def train_pieces(shape: ModelShape, layout: TrainLayout, rank: int) -> list[Piec
     Raises:
         LayoutError: the layout does not fit the model.
     """
-    return _pieces(shape, _train_params(shape, layout, rank))
+    return _pieces(_train_params(shape, layout, rank))
 
 
 def train_param_shapes(shape: ModelShape, layout: TrainLayout, rank: int) -> dict[str, Shape]:
@@ -73,7 +96,7 @@ def rollout_pieces(shape: ModelShape, layout: RolloutLayout, rank: int) -> list[
     Raises:
         LayoutError: the layout does not fit the model.
     """
-    return _pieces(shape, _rollout_params(shape, layout, rank))
+    return _pieces(_rollout_params(shape, layout, rank))
 
 
 def rollout_param_shapes(shape: ModelShape, layout: RolloutLayout, rank: int) -> dict[str, Shape]:
@@ -96,9 +119,7 @@ def engine_layers(num_layers: int, pp: int, stage: int) -> range:
 
 def _train_params(shape: ModelShape, layout: TrainLayout, rank: int) -> Iterator[_Param]:
     check_train(shape, layout)
-    family, at = FAMILIES[shape.family], layout.coord(rank)
-    group = Group(layout.tp, at.tp)
-    groups: dict[GroupName, Group] = {"tp": group, "attention": group}
+    at = layout.coord(rank)
     chunks = [
         _Chunk(
             prefix=f"chunk{v}." if layout.vpp > 1 else "",
@@ -109,55 +130,89 @@ def _train_params(shape: ModelShape, layout: TrainLayout, rank: int) -> Iterator
         )
         for v in range(layout.vpp)
     ]
-    return _params(shape, family, family.train, groups, padded_vocab(shape, layout.tp), chunks)
+    side = _Side(
+        outer=TRAIN_OUTER,
+        layer_prefix="decoder.layers.{layer}.",
+        layer=lambda block: block.train,
+        groups={"tp": Group(layout.tp, at.tp), "expert": Group(layout.expert_tp, at.etp)},
+        experts=local_experts(shape, layout.ep, at.ep),
+        vocab_rows=padded_vocab(shape, layout.tp),
+        chunks=chunks,
+    )
+    return _params(shape, side)
 
 
 def _rollout_params(shape: ModelShape, layout: RolloutLayout, rank: int) -> Iterator[_Param]:
-    family, at = FAMILIES[shape.family], layout.coord(rank)
-    check_rollout(shape, family, layout)
-    attention_tp = layout.tp // layout.dp
+    check_rollout(shape, layout)
+    at = layout.coord(rank)
+    everywhere, tp = Group(1, 0), Group(layout.tp, at.tp)
     groups: dict[GroupName, Group] = {
-        "tp": Group(layout.tp, at.tp),
-        "attention": Group(attention_tp, at.tp % attention_tp),
+        "tp": tp,
+        "attention": Group(layout.attention_tp, at.tp % layout.attention_tp),
+        "dense": everywhere if layout.dp > 1 else tp,
+        "shared": everywhere if layout.a2a == "deepep" else tp,
+        "expert": Group(layout.expert_tp, at.tp % layout.expert_tp),
     }
     layers = engine_layers(shape.num_layers, layout.pp, at.pp)
-    chunk = _Chunk("", layers, layers.start, at.pp == 0, at.pp == layout.pp - 1)
-    return _params(shape, family, family.rollout, groups, engine_vocab(shape), [chunk])
+    side = _Side(
+        outer=rollout_outer(family_of(shape).engine_head),
+        layer_prefix="model.layers.{layer}.",
+        layer=lambda block: block.rollout,
+        groups=groups,
+        experts=local_experts(shape, layout.ep, at.tp // layout.expert_tp),
+        vocab_rows=engine_vocab(shape),
+        chunks=[_Chunk("", layers, layers.start, at.pp == 0, at.pp == layout.pp - 1)],
+    )
+    return _params(shape, side)
 
 
-def _params(
-    shape: ModelShape,
-    family: Family,
-    side: Side,
-    groups: Mapping[GroupName, Group],
-    vocab_rows: int,
-    chunks: list[_Chunk],
-) -> Iterator[_Param]:
+def local_experts(shape: ModelShape, ep: int, ep_rank: int) -> range:
+    """Global numbers of the experts on one rank of an expert-parallel group; none: empty."""
+    share = shape.moe.num_experts // ep if shape.moe is not None else 0
+    return range(ep_rank * share, (ep_rank + 1) * share)
+
+
+def _params(shape: ModelShape, side: _Side) -> Iterator[_Param]:
     """Parameters in the order embedding, layers, norm, head."""
-    frame = Frame(_shapes(shape, family.layer_tensors), groups, shape.num_kv_heads, vocab_rows)
-    layer = [(name, operation.lay(frame)) for name, operation in side.layer.items()]
-    for chunk in chunks:
-        outer = list(_outer_params(shape, family, side, groups, vocab_rows, chunk))
-        before = [p for p, stage in outer if stage is Stage.FIRST]
-        yield from before
+    family = family_of(shape)
+    kinds = {shape.has_experts(n) for chunk in side.chunks for n in chunk.layers}
+    by_kind = {kind: _lay_layer(shape, side, _layer(family, kind)) for kind in kinds}
+    for chunk in side.chunks:
+        outer = list(_outer_params(shape, side, chunk))
+        yield from (p for p, stage in outer if stage is Stage.FIRST)
         for offset, number in enumerate(chunk.layers):
             own = chunk.prefix + side.layer_prefix.format(layer=chunk.first_name + offset)
             hf_prefix = HF_LAYER_PREFIX.format(layer=number)
-            for name, laid in layer:
-                yield _Param(own + name, hf_prefix, laid)
+            for name, laid, dtype in by_kind[shape.has_experts(number)]:
+                yield _Param(own + name, hf_prefix, laid, dtype)
         yield from (p for p, stage in outer if stage is not Stage.FIRST)
 
 
-def _outer_params(
-    shape: ModelShape,
-    family: Family,
-    side: Side,
-    groups: Mapping[GroupName, Group],
-    vocab_rows: int,
-    chunk: _Chunk,
-) -> Iterator[tuple[_Param, Stage]]:
-    frame = Frame(_shapes(shape, family.outer_tensors), groups, shape.num_kv_heads, vocab_rows)
-    tied = family.tied if shape.tied_embeddings else {}
+def _layer(family: Family, has_experts: bool) -> Block:
+    if not has_experts:
+        return family.attention + family.dense
+    assert family.experts is not None
+    return family.attention + family.experts
+
+
+def _lay_layer(shape: ModelShape, side: _Side, block: Block) -> list[tuple[str, Laid, str | None]]:
+    """Parameters of one layer on this rank; the same for all layers of its kind."""
+    frame = _frame(shape, side, block.tensors)
+    out = []
+    for name, operation in side.layer(block).items():
+        laid = operation.lay(frame)
+        dtype = FLOAT32 if any(part.tensor in block.float32 for part in laid.parts) else None
+        if EXPERT not in name:
+            out.append((name, laid, dtype))
+            continue
+        for slot, number in enumerate(side.experts):
+            out.append((name.replace(EXPERT, str(slot)), laid.of_expert(number), dtype))
+    return out
+
+
+def _outer_params(shape: ModelShape, side: _Side, chunk: _Chunk) -> Iterator[tuple[_Param, Stage]]:
+    frame = _frame(shape, side, OUTER_TENSORS)
+    tied = TIED if shape.tied_embeddings else {}
     here = {Stage.FIRST: chunk.is_first, Stage.LAST: chunk.is_last, Stage.EVERY: True}
     held: set[str] = set()
     for outer in side.outer:
@@ -168,15 +223,39 @@ def _outer_params(
             continue
         held.add(tensor)
         laid = replace(outer.operation, tensor=tensor).lay(frame)
-        yield _Param(chunk.prefix + outer.param, "", laid), outer.stage
+        yield _Param(chunk.prefix + outer.param, "", laid, None), outer.stage
 
 
-def _pieces(shape: ModelShape, params: Iterator[_Param]) -> list[Piece]:
+def _pieces(params: Iterator[_Param]) -> list[Piece]:
     return [
-        Piece(param.hf_prefix + part.tensor, part.region, param.name, part.local)
+        Piece(param.hf_prefix + part.tensor, part.region, param.name, part.local, param.dtype)
         for param in params
         for part in param.laid.parts
     ]
+
+
+def _full_layer(shape: ModelShape, block: Block) -> list[Piece]:
+    """A layer's tensors as pieces of themselves, its experts one after the other."""
+    experts = range(shape.moe.num_experts) if shape.moe is not None else range(0)
+    dtypes = dict.fromkeys(block.float32, FLOAT32)
+    shapes = _shapes(shape, block.tensors)
+    whole = [_full_piece(n, s, dtypes.get(n)) for n, s in shapes.items() if EXPERT not in n]
+    return whole + [
+        _full_piece(name.replace(EXPERT, str(number)), dims)
+        for number in experts
+        for name, dims in shapes.items()
+        if EXPERT in name
+    ]
+
+
+def _full_piece(name: str, dims: Shape, dtype: str | None = None) -> Piece:
+    return Piece(name, full_box(dims), name, full_box(dims), dtype)
+
+
+def _frame(shape: ModelShape, side: _Side, tensors: Mapping[str, Dims]) -> Frame:
+    return Frame(
+        _shapes(shape, tensors), side.groups, shape.num_kv_heads, side.vocab_rows, side.experts
+    )
 
 
 def _shapes(shape: ModelShape, tensors: Mapping[str, Dims]) -> dict[str, Shape]:
@@ -188,4 +267,18 @@ def _shapes(shape: ModelShape, tensors: Mapping[str, Dims]) -> dict[str, Shape]:
         "head": shape.head_dim,
         "vocab": shape.vocab_size,
     }
+    if (mla := shape.mla) is not None:
+        sizes |= {
+            "q_lora": mla.q_lora_rank or 0,
+            "kv_lora": mla.kv_lora_rank,
+            "kv_lora_and_rope": mla.kv_lora_rank + mla.qk_rope_head_dim,
+            "key_and_value": shape.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim),
+            "value": shape.num_heads * mla.v_head_dim,
+        }
+    if (moe := shape.moe) is not None:
+        sizes |= {
+            "experts": moe.num_experts,
+            "expert_ffn": moe.ffn_size,
+            "shared_ffn": moe.num_shared_experts * moe.ffn_size,
+        }
     return {name: tuple(sizes[dim] for dim in dims) for name, dims in tensors.items()}

@@ -1,24 +1,17 @@
-"""Llama: the dense table as it is.
-
-SGLang's class makes an untied head on every pipeline stage (only the last one uses it), and has no
-head on the last stage when embeddings are tied.
-"""
+"""Llama."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from rlhf.weights.families.blocks import QKV, dense_mlp
+from rlhf.weights.families.family import Family, Stage
+from rlhf.weights.model_shape import ModelShape
 
-from rlhf.weights.families.dense import DENSE, HEAD
-from rlhf.weights.families.family import Stage
 
-LLAMA = replace(
-    DENSE,
-    rollout=replace(
-        DENSE.rollout,
-        outer=tuple(
-            replace(outer, stage=Stage.EVERY) if outer.param == HEAD else outer
-            for outer in DENSE.rollout.outer
-        ),
-    ),
-    tied_rollout_pp=False,
-)
+def llama(_: ModelShape) -> Family:
+    return Family(
+        attention=QKV,
+        dense=dense_mlp("tp"),
+        engine_head=Stage.EVERY,
+        tied_engine_stages=False,
+        attention_dp=False,
+    )

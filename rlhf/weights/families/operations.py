@@ -14,7 +14,15 @@ from typing import Literal, Protocol
 from rlhf.weights.piece import Box, full_box
 
 Shape = tuple[int, ...]
-GroupName = Literal["tp", "attention"]
+GroupName = Literal["tp", "attention", "dense", "shared", "expert"]
+"""Over which ranks a parameter is cut; sizes in ``layouts.py``.
+
+``tp``: the tensor-parallel group. ``expert``: of one expert (Megatron's etp, the engine's tp / ep).
+The engine's alone: ``attention`` (tp / dp), ``dense`` (MLP of a layer without experts in a model
+with experts), ``shared`` (shared experts).
+"""
+EXPERT = "{expert}"
+"""In a name: stands for the number of an expert, global in HF names, local in Megatron's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +41,7 @@ class Frame:
     groups: Mapping[GroupName, Group]
     num_kv_heads: int
     padded_vocab: int  # rows of a vocabulary tensor over all ranks, padding included
+    experts: range = range(0)  # global numbers of the rank's routed experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +59,14 @@ class Laid:
 
     shape: Shape
     parts: tuple[Part, ...]
+
+    def of_expert(self, number: int) -> Laid:
+        """The same of one expert's tensors."""
+        parts = (
+            Part(part.tensor.replace(EXPERT, str(number)), part.region, part.local)
+            for part in self.parts
+        )
+        return Laid(self.shape, tuple(parts))
 
 
 class Operation(Protocol):
@@ -99,6 +116,16 @@ class Whole:
     def lay(self, frame: Frame) -> Laid:
         shape = frame.shapes[self.tensor]
         return Laid(shape, (Part(self.tensor, full_box(shape), full_box(shape)),))
+
+
+@dataclass(frozen=True, slots=True)
+class Stacked:
+    """Replicated: whole tensors one below the other."""
+
+    tensors: tuple[str, ...]
+
+    def lay(self, frame: Frame) -> Laid:
+        return _stack(frame, [Cut(t, 0, frame.shapes[t][0]) for t in self.tensors])
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,3 +215,19 @@ class Vocab:
         start, stop = _block(frame.padded_vocab, frame.groups[self.group])
         cut = Cut(self.tensor, min(start, real), min(stop, real))
         return _stack(frame, [cut], num_rows=stop - start)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertStack:
+    """SGLang's experts: one parameter, whose first dim counts the rank's experts."""
+
+    expert: Rows | Cols
+
+    def lay(self, frame: Frame) -> Laid:
+        one = self.expert.lay(frame)
+        parts = (
+            Part(part.tensor, part.region, ((slot, slot + 1), *part.local))
+            for slot, number in enumerate(frame.experts)
+            for part in one.of_expert(number).parts
+        )
+        return Laid((len(frame.experts), *one.shape), tuple(parts))

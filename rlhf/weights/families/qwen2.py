@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from rlhf.weights.families.dense import DENSE
-from rlhf.weights.families.family import extend
-from rlhf.weights.families.operations import QKVBlocks, QKVGroups
+from rlhf.weights.families.blocks import QKV, QKV_BIAS, dense_mlp
+from rlhf.weights.families.family import Family
+from rlhf.weights.model_shape import ModelShape
 
-QKV_BIASES = ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias")
 
-QWEN2 = extend(
-    DENSE,
-    tensors={
-        "self_attn.q_proj.bias": ("query",),
-        "self_attn.k_proj.bias": ("kv",),
-        "self_attn.v_proj.bias": ("kv",),
-    },
-    train={"self_attention.linear_qkv.bias": QKVGroups(*QKV_BIASES)},
-    rollout={"self_attn.qkv_proj.bias": QKVBlocks(*QKV_BIASES)},
-)
+def qwen2(_: ModelShape) -> Family:
+    return Family(attention=QKV + QKV_BIAS, dense=dense_mlp("tp"), attention_dp=False)

@@ -1,25 +1,20 @@
-"""Qwen3 (dense): a norm over each query and key head."""
+"""Qwen3: a norm over each query and key head; dense, or with experts in every layer."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from rlhf.weights.families.blocks import QK_NORM, QKV, ROUTED_EXPERTS, dense_mlp
+from rlhf.weights.families.family import Family, Stage
+from rlhf.weights.model_shape import ModelShape
 
-from rlhf.weights.families.dense import DENSE
-from rlhf.weights.families.family import extend
-from rlhf.weights.families.operations import Whole
 
-QWEN3 = replace(
-    extend(
-        DENSE,
-        tensors={"self_attn.q_norm.weight": ("head",), "self_attn.k_norm.weight": ("head",)},
-        train={
-            "self_attention.q_layernorm.weight": Whole("self_attn.q_norm.weight"),
-            "self_attention.k_layernorm.weight": Whole("self_attn.k_norm.weight"),
-        },
-        rollout={
-            "self_attn.q_norm.weight": Whole("self_attn.q_norm.weight"),
-            "self_attn.k_norm.weight": Whole("self_attn.k_norm.weight"),
-        },
-    ),
-    attention_dp=True,
-)
+def qwen3(_: ModelShape) -> Family:
+    return Family(attention=QKV + QK_NORM, dense=dense_mlp("tp"))
+
+
+def qwen3_moe(_: ModelShape) -> Family:
+    return Family(
+        attention=QKV + QK_NORM,
+        dense=dense_mlp("dense"),
+        experts=ROUTED_EXPERTS,
+        engine_head=Stage.EVERY,
+    )
