@@ -92,14 +92,17 @@ class Checkpoints:
         group: PhaseGroup,
         gate: PhaseGate,
         config: dict[str, Any],
+        on_saved: Callable[[int], None],
         free_bytes: Callable[[Path], int] | None = None,
     ) -> None:
+        """``on_saved``: called with the steps done after each save, on every rank."""
         self.folder = folder
         self._state = state
         self._policy = policy
         self._group = group
         self._gate = gate
         self._config = config
+        self._on_saved = on_saved
         self._free_bytes = free_bytes or (lambda path: shutil.disk_usage(path).free)
         self.steps_done = 0
         self.last_saved: int | None = None
@@ -186,6 +189,7 @@ class Checkpoints:
                 self._finish(writing)
             self._group.gather(None)
             self.last_saved = self.steps_done
+        self._on_saved(self.steps_done)
 
     def _prepare(self, writing: Path) -> None:
         """Room for all ranks' bytes; leftovers of killed saves gone. Collective."""

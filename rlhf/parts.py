@@ -39,7 +39,7 @@ from rlhf.rollout.resharder import Resharder
 from rlhf.rollout.residency import EngineResidency
 from rlhf.run import Run
 from rlhf.state import TrainState
-from rlhf.types import Prompt
+from rlhf.types import Phase, Prompt
 from rlhf.weights.families import rollout_padding_params, rollout_pieces, train_pieces
 from rlhf.weights.hf_checkpoint import load_pieces
 
@@ -62,7 +62,7 @@ def build_parts(ground: Ground, engine: EngineHost | None, *, record: bool) -> R
     recorder = Recorder.create(ground, record=record)
     parallel.initialize(plan.train, config.dist.timeout_s, config.seed)
     actor = _actor(ground, algorithm, recorder)
-    checkpoints = _checkpoints(ground, actor)
+    checkpoints = _checkpoints(ground, actor, recorder)
     if record and config.checkpoint.resume == "never":
         checkpoints.refuse_others()
     if record and plan.world.is_first:
@@ -229,7 +229,7 @@ def _evaluator(
     )
 
 
-def _checkpoints(ground: Ground, actor: Actor) -> Checkpoints:
+def _checkpoints(ground: Ground, actor: Actor, recorder: Recorder) -> Checkpoints:
     config = ground.plan.config
     return Checkpoints(
         folder=Path(config.run_dir) / "checkpoints",
@@ -244,6 +244,7 @@ def _checkpoints(ground: Ground, actor: Actor) -> Checkpoints:
         group=ground.group,
         gate=ground.gate,
         config=config.model_dump(mode="json"),
+        on_saved=lambda steps_done: recorder.log_phase(steps_done, Phase.SAVE),
     )
 
 

@@ -18,7 +18,7 @@ from rlhf.rollout.collect import Rollout
 from rlhf.track import report
 from rlhf.track.metrics import Max, Mean, Metric, Sum, merge, values
 from rlhf.track.tracker import Tracker
-from rlhf.types import Batch, Status, TrajectoryFacts
+from rlhf.types import Batch, Phase, Status, TrajectoryFacts
 
 GAP_SUMS = 3 + NUM_BINS
 
@@ -30,6 +30,7 @@ class Recorder:
         self._ground = ground
         self._tracker = tracker
         self._updates: list[Mapping[str, Metric]] = []
+        self._seconds: dict[str, float] = {}
         self._began = time.perf_counter()
         self.accuracies: list[Accuracy] = []
 
@@ -70,12 +71,26 @@ class Recorder:
             "eval/reward": result.mean_score,
             "eval/items": float(result.num_items),
         }
-        self._tracker.log_eval(result.step, metrics)
+        self.log_phase(result.step, Phase.EVAL, metrics)
         self._tracker.samples(f"eval-{result.step:06d}", rollout.samples)
+
+    def log_phase(
+        self, steps_done: int, phase: str, metrics: Mapping[str, float] | None = None
+    ) -> None:
+        """A line for a phase that is over and belongs to no step. Collective over all ranks.
+
+        Its seconds hold its waits and switches, and are left out of the next step's.
+        """
+        self._take_seconds()
+        spent = sum(self._seconds.pop(name, 0.0) for name in (phase, "wait", "switch"))
+        self._began += spent
+        seconds = {f"seconds/{phase}": max(self._ground.group.gather(spent))}
+        self._tracker.log_between(steps_done, {**(metrics or {}), **seconds})
 
     def log(self, step: int, rollout: Rollout, batch: Batch) -> None:
         """One line for the step. Collective over all ranks."""
-        seconds = self._ground.gate.take_seconds()
+        self._take_seconds()
+        seconds, self._seconds = self._seconds, {}
         elapsed, self._began = time.perf_counter() - self._began, time.perf_counter()
         counts = len(batch.tokens) if self._counts_for_its_replica() else 0
         parts: list[Mapping[str, Metric]] = [
@@ -101,6 +116,10 @@ class Recorder:
         if self._ground.plan.world.is_first:
             config = self._ground.plan.config
             report.finish(Path(config.run_dir), Console(quiet=not config.track.console))
+
+    def _take_seconds(self) -> None:
+        for name, seconds in self._ground.gate.take_seconds().items():
+            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def _counts_for_its_replica(self) -> bool:
         """One rank of each DP replica: its batch is the same on all of them."""
@@ -134,6 +153,8 @@ def rollout_metrics(facts: Sequence[TrajectoryFacts]) -> dict[str, Metric]:
             "reward/mean": Mean(f.score.value),
             "reward/solved": Mean(float(f.score.value >= SOLVED)),
             "rollout/answer_tokens": Mean(answer),
+            # E[-log p] of what was sampled: all answers, also those that no update sees
+            "rollout/entropy": Mean(-f.logprob_sum / max(answer, 1), answer),
             "rollout/answer_tokens_max": Max(answer),
             "rollout/prompt_tokens": Mean(float(f.num_tokens) - answer),
             "rollout/truncated": Mean(float(f.status is Status.LENGTH)),

@@ -51,10 +51,12 @@ class Run:
 
         Collective over all ranks.
         """
-        run_dir = Path(self.config.run_dir)
+        steps_done = self.checkpoints.steps_done
         if self.config.checkpoint.export_hf:
-            with self.ground.gate.phase(Phase.SAVE, self.config.num_steps):
-                self.exporter.write(run_dir / "hf", self.config.model.path, lambda: None)
+            folder = Path(self.config.run_dir) / "hf"
+            with self.ground.gate.phase(Phase.SAVE, steps_done, "export"):
+                self.exporter.write(folder, self.config.model.path, lambda: None)
+            self.recorder.log_phase(steps_done, f"{Phase.SAVE}_export")
         self.recorder.finish()
 
     def save_asked(self, why: StopRequested) -> None:

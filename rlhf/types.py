@@ -124,6 +124,7 @@ class TrajectoryFacts:
     domain: str
     num_tokens: int  # L, prompt and answer
     num_trained_tokens: int  # loss_mask.sum()
+    logprob_sum: float  # rollout_logprobs.sum()
     score: Score
     status: Status
     min_version: int

@@ -165,7 +165,7 @@ def _token_sums(
         old = columns["old_logprobs"]
         return {
             "tokens": torch.ones_like(old).sum(),
-            "entropy": entropy.detach().float().sum(),
+            "entropy_trained": entropy.detach().float().sum(),
             "ratio": policy.ratio.detach().sum(),
             "clipped_low": policy.clipped_low.float().sum(),
             "clipped_high": policy.clipped_high.float().sum(),

@@ -224,6 +224,7 @@ class Collector:
             domain=prompt.domain,
             num_tokens=len(trajectory.tokens),
             num_trained_tokens=int(trajectory.loss_mask.sum()),
+            logprob_sum=float(trajectory.rollout_logprobs.sum(dtype=np.float64)),
             score=score,
             status=trajectory.status,
             min_version=int(versions.min()) if len(versions) else self.version,

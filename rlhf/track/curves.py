@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhf.track.journal import STEPS_DONE, History
+from rlhf.track.journal import STEP, STEPS_DONE, History
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,7 +30,7 @@ def draw_curves(history: History, path: Path, title: str) -> None:
         policy,
         history,
         "Policy",
-        [("policy/entropy", "entropy (nats)", BLUE), ("policy/kl_ref", "KL to reference", GREEN)],
+        [("rollout/entropy", "entropy (nats)", BLUE), ("policy/kl_ref", "KL to reference", GREEN)],
     )
     _draw_lines(
         gap,
@@ -45,7 +45,8 @@ def draw_curves(history: History, path: Path, title: str) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="#e2e8f0", linewidth=0.8)
         axes.set_axisbelow(True)
-        axes.set_xlabel("step")
+        # an answer of step s is of the weights after s steps, as is an evaluation at s
+        axes.set_xlabel("step" if axes is seconds else "steps done")
         if axes is not seconds and axes.get_legend_handles_labels()[0]:
             axes.legend(frameon=False, fontsize=8)
     figure.savefig(path, dpi=130)
@@ -56,7 +57,7 @@ def _draw_learning(axes: Axes, history: History) -> None:
     steps, reward = history.column("reward/mean")
     axes.plot(steps, reward, color=GREY, linewidth=1, label="reward, each step")
     axes.plot(steps, smoothed(reward), color=BLUE, linewidth=2, label="reward, smoothed")
-    evals = [(r[STEPS_DONE], r["eval/accuracy"]) for r in history.evals if "eval/accuracy" in r]
+    evals = [(r[STEPS_DONE], r["eval/accuracy"]) for r in history.between if "eval/accuracy" in r]
     if evals:
         axes.plot(
             [x for x, _ in evals],
@@ -84,16 +85,16 @@ def _draw_seconds(axes: Axes, history: History) -> None:
     totals = phase_totals(history)
     shown = sorted(totals, key=lambda name: -totals[name])
     colors = ["#2b6cb0", "#dd6b20", "#2f855a", "#b83280", "#6b46c1", "#d69e2e", "#319795"]
-    bottom = [0.0] * len(history.steps)
-    xs = [r["step"] for r in history.steps]
+    rows = seconds_by_step(history)
+    bottom = [0.0] * len(rows)
     groups = [[name] for name in shown[:PHASES]]
     if shown[PHASES:]:
         groups.append(shown[PHASES:])
         colors = [*colors[:PHASES], GREY]
     for names, color in zip(groups, colors, strict=False):
-        heights = [sum(r.get(f"seconds/{n}") or 0.0 for n in names) for r in history.steps]
+        heights = [sum(row.get(n, 0.0) for n in names) for row in rows.values()]
         label = names[0] if len(names) == 1 else "other"
-        axes.bar(xs, heights, bottom=bottom, width=0.9, color=color, label=label)
+        axes.bar(list(rows), heights, bottom=bottom, width=0.9, color=color, label=label)
         bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
     if groups:  # beside the bars, in the order in which they are stacked
         axes.legend(
@@ -101,14 +102,28 @@ def _draw_seconds(axes: Axes, history: History) -> None:
         )
 
 
-def phase_totals(history: History) -> dict[str, float]:
-    """Phase -> seconds over the whole run; the step's own total is left out."""
-    totals: dict[str, float] = {}
-    for record in history.steps:
+def seconds_by_step(history: History) -> dict[float, dict[str, float]]:
+    """Step -> phase -> seconds; a step's own total is left out.
+
+    What follows a step is counted with it, what precedes the first one with the first.
+    """
+    rows: dict[float, dict[str, float]] = {r[STEP]: {} for r in history.steps}
+    for record in [*history.steps, *history.between]:
+        step = record.get(STEP, record.get(STEPS_DONE, 0) - 1)
+        row = rows.setdefault(max(step, min(rows, default=step)), {})
         for name, value in record.items():
             if name.startswith("seconds/") and name != "seconds/step" and value is not None:
                 phase = name.removeprefix("seconds/")
-                totals[phase] = totals.get(phase, 0.0) + value
+                row[phase] = row.get(phase, 0.0) + value
+    return rows
+
+
+def phase_totals(history: History) -> dict[str, float]:
+    """Phase -> seconds over the whole run."""
+    totals: dict[str, float] = {}
+    for row in seconds_by_step(history).values():
+        for phase, seconds in row.items():
+            totals[phase] = totals.get(phase, 0.0) + seconds
     return totals
 
 

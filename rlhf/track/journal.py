@@ -1,8 +1,8 @@
 """``metrics.jsonl``: the truth about a run, which every other record mirrors.
 
 Two kinds of line: ``{"step": 3, ...}`` for a training step, numbered from 0, and
-``{"steps_done": 4, ...}`` for an evaluation of the weights after that many steps. A value that is
-not finite is null.
+``{"steps_done": 4, ...}`` for what was done after so many of them and before the next: an
+evaluation, a checkpoint, the export. A value that is not finite is null.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class History:
     """A run's lines in order."""
 
     steps: list[dict[str, float]] = field(default_factory=list)
-    evals: list[dict[str, float]] = field(default_factory=list)
+    between: list[dict[str, float]] = field(default_factory=list)
 
     def column(self, name: str) -> tuple[list[float], list[float]]:
         """(step numbers, values) of the steps that have this metric, gaps left out."""
@@ -35,19 +35,19 @@ class Journal:
     """Appends to the file; each line is with the operating system when ``write`` returns."""
 
     def __init__(self, path: Path, first_step: int) -> None:
-        """Open the file; drop what an earlier run wrote from ``first_step`` on, and a torn line.
+        """Open the file; drop what this run repeats of an earlier one, and a torn line.
 
         The shorter file replaces the longer one at once: a crash leaves one or the other.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
-            _rewrite(path, [line for line in _whole_lines(path) if _is_before(line, first_step)])
+            _rewrite(path, [line for line in _whole_lines(path) if _is_kept(line, first_step)])
         self._file: TextIO = path.open("a", encoding="utf-8")
 
     def write_step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._write({STEP: step, **metrics})
 
-    def write_eval(self, steps_done: int, metrics: Mapping[str, float]) -> None:
+    def write_between(self, steps_done: int, metrics: Mapping[str, float]) -> None:
         self._write({STEPS_DONE: steps_done, **metrics})
 
     def close(self) -> None:
@@ -75,7 +75,7 @@ def read_journal(path: Path) -> History:
     history = History()
     for line in _whole_lines(path):
         record = json.loads(line)
-        (history.steps if STEP in record else history.evals).append(record)
+        (history.steps if STEP in record else history.between).append(record)
     return history
 
 
@@ -83,9 +83,13 @@ def _whole_lines(path: Path) -> list[str]:
     return path.read_text(encoding="utf-8").split("\n")[:-1]
 
 
-def _is_before(line: str, step: int) -> bool:
+def _is_kept(line: str, first_step: int) -> bool:
+    """Whether a run from ``first_step`` on does not repeat this: it evaluates, then goes on."""
     record = json.loads(line)
-    return float(record.get(STEP, record.get(STEPS_DONE, math.inf))) < step
+    if STEP in record:
+        return bool(record[STEP] < first_step)
+    evaluated = any(name.startswith("eval/") for name in record)
+    return bool(record[STEPS_DONE] < first_step + (0 if evaluated else 1))
 
 
 def _rewrite(path: Path, lines: list[str]) -> None:

@@ -49,12 +49,12 @@ def result_table(history: History) -> Table:
     table = Table(title="result", title_justify="left", title_style="bold")
     for name in ("", "first", "last"):
         table.add_column(name, justify="right" if name else "left")
-    accuracies = [r["eval/accuracy"] for r in history.evals if "eval/accuracy" in r]
+    accuracies = [r["eval/accuracy"] for r in history.between if "eval/accuracy" in r]
     if accuracies:
         table.add_row("held-out accuracy", f"{accuracies[0]:.3f}", f"{accuracies[-1]:.3f}")
     for label, name, form in (
         ("reward", "reward/mean", ".3f"),
-        ("entropy", "policy/entropy", ".3f"),
+        ("entropy", "rollout/entropy", ".3f"),
         ("answer tokens", "rollout/answer_tokens", ".1f"),
         ("rollout-trainer gap", "gap/mean_abs", ".1e"),
     ):
@@ -66,7 +66,7 @@ def result_table(history: History) -> Table:
 
 def accuracy_line(history: History) -> str | None:
     """``accuracy 0.50 -> 0.77 (held-out, greedy, 64 items)``; None without evaluations."""
-    evals = [r for r in history.evals if "eval/accuracy" in r]
+    evals = [r for r in history.between if "eval/accuracy" in r]
     if not evals:
         return None
     first, last = evals[0]["eval/accuracy"], evals[-1]["eval/accuracy"]

@@ -25,8 +25,8 @@ CLOSE_TIMEOUT_S = 30.0
 class Tracker:
     """Writes on the rank that writes, does nothing on the others.
 
-    ``log``, ``log_eval`` and ``samples`` never wait for a sink and never raise because of one. The
-    journal is the exception: a full disk raises.
+    ``log``, ``log_between`` and ``samples`` never wait for a sink and never raise because of one.
+    The journal is the exception: a full disk raises.
     """
 
     def __init__(
@@ -72,12 +72,12 @@ class Tracker:
                 self._section.gap_alarm,
             )
 
-    def log_eval(self, steps_done: int, metrics: Mapping[str, float]) -> None:
-        """The line of an evaluation after ``steps_done`` steps."""
+    def log_between(self, steps_done: int, metrics: Mapping[str, float]) -> None:
+        """The line of an evaluation, or of a checkpoint, after ``steps_done`` steps."""
         if self._journal is None:
             return
-        self._journal.write_eval(steps_done, metrics)
-        self._post(lambda sink: sink.evaluation(steps_done, metrics))
+        self._journal.write_between(steps_done, metrics)
+        self._post(lambda sink: sink.between(steps_done, metrics))
 
     def samples(self, title: str, rows: Sequence[SampleRow]) -> None:
         """Answers to look at, in ``samples/<title>.jsonl``."""

@@ -33,7 +33,7 @@ class Number:
         self.value = int((folder / f"{self.rank}.part").read_text(encoding="utf-8"))
 
 
-def make(rank, world, folder, state, free=None, config=None):
+def make(rank, world, folder, state, free=None, config=None, saved=None):
     group = PhaseGroup.create(World(rank, world, rank, world), 30)
     return Checkpoints(
         folder=Path(folder),
@@ -42,13 +42,14 @@ def make(rank, world, folder, state, free=None, config=None):
         group=group,
         gate=PhaseGate(group, Stopper(rank, 60)),
         config=config or {"seed": 1, "num_steps": 9},
+        on_saved=saved.append if saved is not None else lambda steps_done: None,
         free_bytes=free,
     )
 
 
 def save_and_resume(rank, world, folder):
-    state = Number(rank)
-    checkpoints = make(rank, world, folder, state)
+    state, saved = Number(rank), []
+    checkpoints = make(rank, world, folder, state, saved=saved)
     assert checkpoints.resume("auto") == 0
     for step in (1, 2, 9, 10):
         state.value = step * 10 + rank
@@ -56,12 +57,12 @@ def save_and_resume(rank, world, folder):
         checkpoints.save()  # saved already: nothing happens
     again = Number(rank)
     done = make(rank, world, folder, again).resume("auto")
-    return complete_steps(Path(folder)), done, again.value
+    return complete_steps(Path(folder)), done, again.value, saved
 
 
 def test_old_ones_go_and_the_newest_comes_back(tmp_path):
     for rank, result in enumerate(run_ranks(save_and_resume, 2, str(tmp_path))):
-        assert result == ([9, 10], 10, 100 + rank)
+        assert result == ([9, 10], 10, 100 + rank, [1, 2, 9, 10])
 
 
 def fail_on_one_rank(rank, world, folder):

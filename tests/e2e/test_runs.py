@@ -1,22 +1,25 @@
 """Whole runs as a user starts them: no gap, resumed runs repeat, exports answer alike."""
 
 import json
+import re
 import signal
+from fnmatch import fnmatch
 
 import pytest
 import torch
 
-from tests.helpers.runs import finish, read_metrics, rlhf, start, tiny_config, wait_for
+from tests.helpers.runs import ROOT, finish, read_metrics, rlhf, start, tiny_config, wait_for
 
 NOT_REPEATED = ("seconds/", "memory_gib/", "tokens_per_s/", "time")
 
 
 def numbers(run_dir):
-    """Metrics that must repeat: all but times and memory."""
-    return [
+    """Metrics that must repeat: all but times and memory, and lines of nothing else."""
+    lines = [
         {k: v for k, v in line.items() if not k.startswith(NOT_REPEATED)}
         for line in read_metrics(run_dir)
     ]
+    return [line for line in lines if set(line) != {"steps_done"}]
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +45,37 @@ def test_every_step_is_logged_and_engine_and_trainer_agree(whole):
     assert all(0 <= line["gap/mean_abs"] <= 1e-5 for line in steps)
     assert any(line["optim/grad_norm"] > 0 for line in steps)
     assert out.strip().splitlines()[-1].startswith("accuracy ")
+
+
+def test_no_second_of_saving_and_evaluating_is_lost_or_counted_with_another_step(whole):
+    folder, out = whole
+    lines = read_metrics(folder / "run")
+    between = [
+        (line["steps_done"], name)
+        for line in lines
+        if "steps_done" in line
+        for name in line
+        if name.startswith("seconds/")
+    ]
+    assert between == [
+        (0, "seconds/eval"),
+        (2, "seconds/save"),
+        (4, "seconds/save"),
+        (4, "seconds/eval"),
+        (4, "seconds/save_export"),
+    ]
+    steps = [line for line in lines if "step" in line]
+    assert not {name for line in steps for name in line} & {name for _, name in between}
+    table = out[out.index("s / step") :]
+    assert all(re.search(rf"\b{name}\b", table) for name in ("eval", "save", "save_export"))
+
+
+def test_every_metric_is_in_the_documentation(whole):
+    folder, _ = whole
+    text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    described = re.findall(r"`([a-z_0-9/*]+)`", text)
+    for name in {name for line in read_metrics(folder / "run") for name in line}:
+        assert any(fnmatch(name, pattern) for pattern in described), name
 
 
 def test_the_run_folder_holds_what_the_readme_promises(whole):

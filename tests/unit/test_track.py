@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from rlhf.config.schema import TrackSection
-from rlhf.track.curves import smoothed
+from rlhf.track.curves import phase_totals, seconds_by_step, smoothed
 from rlhf.track.journal import Journal, read_journal
 from rlhf.track.metrics import Max, Mean, Metric, Sum, merge, values
 from rlhf.track.report import accuracy_line, finish
@@ -39,7 +39,7 @@ class Row:
 def step_metrics(step: int) -> dict[str, float]:
     return {
         "reward/mean": 0.1 * step,
-        "policy/entropy": 1.0,
+        "rollout/entropy": 1.0,
         "optim/grad_norm": 2.0,
         "gap/mean_abs": 1e-6,
         "gap/p99": 1e-5,
@@ -91,7 +91,7 @@ def test_a_resumed_run_has_each_step_once(tmp_path, first, torn):
     path = tmp_path / "metrics.jsonl"
     journal = Journal(path, 0)
     for step in range(4):
-        journal.write_eval(step, {"eval/accuracy": 0.5})
+        journal.write_between(step, {"eval/accuracy": 0.5})
         journal.write_step(step, {"x": math.inf})
     journal.close()
     with path.open("a") as f:
@@ -102,7 +102,7 @@ def test_a_resumed_run_has_each_step_once(tmp_path, first, torn):
     resumed.close()
     history = read_journal(path)
     assert [r["step"] for r in history.steps] == list(range(6))
-    assert [r["steps_done"] for r in history.evals] == list(range(min(first, 4)))
+    assert [r["steps_done"] for r in history.between] == list(range(min(first, 4)))
     assert [r["x"] for r in history.steps] == [None] * min(first, 4) + [1.0] * (6 - min(first, 4))
     for line in path.read_text().splitlines():
         json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
@@ -132,7 +132,7 @@ class Recording:
         self.on_step(step)
         self.got.append(step)
 
-    def evaluation(self, steps_done, metrics):
+    def between(self, steps_done, metrics):
         self.got.append(("eval", steps_done))
 
     def samples(self, title, rows):
@@ -203,7 +203,7 @@ def test_only_the_writer_writes(tmp_path):
     tracker = Tracker(tmp_path / "run", quiet(tensorboard=True), 3, is_writer=False)
     tracker.start(0)
     tracker.log(0, step_metrics(0))
-    tracker.log_eval(0, {"eval/accuracy": 1.0})
+    tracker.log_between(0, {"eval/accuracy": 1.0})
     tracker.samples("step-0", [Row()])
     tracker.close()
     assert list(tmp_path.iterdir()) == []
@@ -213,7 +213,7 @@ def run(folder: Path, section: TrackSection, steps: range = range(3)) -> None:
     tracker = Tracker(folder, section, 3, is_writer=True, config={"lr": 1e-6})
     tracker.start(steps.start)
     for step in steps:
-        tracker.log_eval(step, {"eval/accuracy": 0.5 + 0.1 * step, "eval/items": 64.0})
+        tracker.log_between(step, {"eval/accuracy": 0.5 + 0.1 * step, "eval/items": 64.0})
         tracker.log(step, step_metrics(step))
         tracker.samples(f"step-{step:06d}", [Row()])
     tracker.close()
@@ -265,13 +265,41 @@ def test_a_large_gap_warns(tmp_path, caplog):
     assert "differ by 0.2 on average, more than track.gap_alarm=0.1" in caplog.text
 
 
+def test_a_resumed_run_keeps_what_it_does_not_repeat(tmp_path):
+    journal = Journal(tmp_path / "metrics.jsonl", 0)
+    for done in (2, 4):
+        journal.write_between(done, {"seconds/save": 1.0})
+        journal.write_between(done, {"eval/accuracy": 0.5})
+    journal.close()
+    Journal(tmp_path / "metrics.jsonl", 2).close()
+    assert read_journal(tmp_path / "metrics.jsonl").between == [
+        {"steps_done": 2, "seconds/save": 1.0}
+    ]
+
+
+def test_seconds_between_steps_belong_to_the_step_before(tmp_path):
+    journal = Journal(tmp_path / "metrics.jsonl", 0)
+    journal.write_between(2, {"seconds/eval": 1.0})
+    for step in (2, 3):
+        journal.write_step(step, {"seconds/rollout": 2.0, "seconds/step": 2.0})
+        journal.write_between(step + 1, {"seconds/eval": 4.0})
+    journal.write_between(4, {"seconds/save_export": 8.0})
+    journal.close()
+    history = read_journal(tmp_path / "metrics.jsonl")
+    assert seconds_by_step(history) == {
+        2: {"rollout": 2.0, "eval": 5.0},
+        3: {"rollout": 2.0, "eval": 4.0, "save_export": 8.0},
+    }
+    assert phase_totals(history) == {"rollout": 4.0, "eval": 9.0, "save_export": 8.0}
+
+
 # --- what people read ----------------------------------------------------------------------------
 
 
 def test_a_log_gets_one_plain_line_per_step():
     out = io.StringIO()
     sink = ConsoleSink(3, 0, Console(file=out, width=60))
-    sink.evaluation(0, {"eval/accuracy": 0.5})
+    sink.between(0, {"eval/accuracy": 0.5})
     for step in range(2):
         sink.step(step, step_metrics(step))
     sink.close()
@@ -288,7 +316,7 @@ def test_a_terminal_gets_a_bar_with_reward_and_time_left():
     out = io.StringIO()
     console = Console(file=out, width=100, force_terminal=True)
     sink = ConsoleSink(3, 0, console)
-    sink.evaluation(0, {"eval/accuracy": 0.5})
+    sink.between(0, {"eval/accuracy": 0.5})
     for step in range(2):
         sink.step(step, step_metrics(step))
     running = out.getvalue()

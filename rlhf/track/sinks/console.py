@@ -13,7 +13,7 @@ from rlhf.track.sinks.sink import SampleRow
 RECENT_STEPS = 10
 SHOWN = (
     ("reward", "reward/mean", ".2f"),
-    ("entropy", "policy/entropy", ".2f"),
+    ("entropy", "rollout/entropy", ".2f"),
     ("grad", "optim/grad_norm", ".2g"),
     ("gap", "gap/mean_abs", ".1e"),
 )
@@ -57,7 +57,7 @@ class ConsoleSink:
         text = f"{shown[0] if shown else ''}{self._accuracy}  {self._left(step)}"
         self._progress.update(self._task, completed=step + 1, description=text.strip())
 
-    def evaluation(self, steps_done: int, metrics: Mapping[str, float]) -> None:
+    def between(self, steps_done: int, metrics: Mapping[str, float]) -> None:
         if "eval/accuracy" not in metrics:
             return
         accuracy = metrics["eval/accuracy"]

@@ -34,8 +34,8 @@ class Sink(Protocol):
         """A training step, numbered from 0."""
         ...
 
-    def evaluation(self, steps_done: int, metrics: Mapping[str, float]) -> None:
-        """An evaluation of the weights after ``steps_done`` steps."""
+    def between(self, steps_done: int, metrics: Mapping[str, float]) -> None:
+        """What was done after ``steps_done`` steps and before the next: evaluation, checkpoint."""
         ...
 
     def samples(self, title: str, rows: Sequence[SampleRow]) -> None: ...

@@ -59,7 +59,7 @@ class SwanLabSink:
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
 
-    def evaluation(self, steps_done: int, metrics: Mapping[str, float]) -> None:
+    def between(self, steps_done: int, metrics: Mapping[str, float]) -> None:
         self.step(steps_done, metrics)
 
     def samples(self, title: str, rows: Sequence[SampleRow]) -> None:

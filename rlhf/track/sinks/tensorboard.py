@@ -25,7 +25,7 @@ class TensorBoardSink:
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
-    def evaluation(self, steps_done: int, metrics: Mapping[str, float]) -> None:
+    def between(self, steps_done: int, metrics: Mapping[str, float]) -> None:
         self.step(steps_done, metrics)
 
     def samples(self, title: str, rows: Sequence[SampleRow]) -> None:

@@ -36,7 +36,7 @@ class WandbSink:
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log({**metrics, "step": step})
 
-    def evaluation(self, steps_done: int, metrics: Mapping[str, float]) -> None:
+    def between(self, steps_done: int, metrics: Mapping[str, float]) -> None:
         self.step(steps_done, metrics)
 
     def samples(self, title: str, rows: Sequence[SampleRow]) -> None:
