@@ -62,6 +62,7 @@ def build_parts(ground: Ground, engine: EngineHost | None, *, record: bool) -> R
     recorder = Recorder.create(ground, record=record)
     parallel.initialize(plan.train, config.dist.timeout_s, config.seed)
     actor = _actor(ground, algorithm, recorder)
+    ground.gate.on_enter(actor.enter)
     checkpoints = _checkpoints(ground, actor, recorder)
     if record and config.checkpoint.resume == "never":
         checkpoints.refuse_others()

@@ -123,6 +123,18 @@ class TrainModel:
     def device(self) -> torch.device:
         return next(iter(self.params.values())).device
 
+    def release_gradients(self) -> None:
+        """Free the gradient buffers until :meth:`take_gradients`; what they hold is lost."""
+        for chunk in self.chunks:
+            if isinstance(chunk, DistributedDataParallel):
+                chunk.offload_grad_buffers()
+
+    def take_gradients(self) -> None:
+        """Take the memory of the gradient buffers back if it was released; they are then zero."""
+        for chunk in self.chunks:
+            if isinstance(chunk, DistributedDataParallel):
+                chunk.restore_grad_buffers()
+
 
 def build_model(
     shape: ModelShape,

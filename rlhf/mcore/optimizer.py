@@ -34,6 +34,8 @@ class Optimizer:
         self._total_updates = total_updates
 
     def zero_grad(self) -> None:
+        """Also takes back the memory of gradients that were released."""
+        self._model.take_gradients()
         for chunk in self._model.chunks:
             chunk.zero_grad_buffer()
         self.inner.zero_grad()

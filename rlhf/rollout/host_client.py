@@ -215,7 +215,7 @@ class EngineHost:
         self._end_update(None)
 
     def sleep(self) -> None:
-        """Give up weights and KV cache: memory on a GPU, NaN on a CPU. Generate is refused."""
+        """Give up weights, and on a GPU the KV cache too. Generate is refused."""
         call = self._next_call()
         self._send(Sleep(call))
         self._wait(call, CALL_LIMIT_S)

@@ -91,7 +91,7 @@ class EngineWeights:
         await self._returned(load, limit_s)
 
     async def sleep(self) -> None:
-        """Release device memory; on a CPU, where that frees nothing, let the weights be NaN."""
+        """Release device memory; on a CPU, where SGLang frees nothing, the receiver does it."""
         if self._asleep:
             return
         self._asleep = True

@@ -1,9 +1,10 @@
 """The engine's end of a reshard: writes rounds from the shared window into live parameters.
 
 Runs inside SGLang's scheduler process as its custom weight loader (``rlhf.rollout.receiver.load``):
-torch, the standard library and ``rlhf.reshard.wire`` only. One loader call is one update: it loops
-over the rounds until the rank ends it. An exception here would kill the engine and all around it,
-so nothing is raised: errors go through the window, where the rank reads them.
+torch, the standard library, ``rlhf.reshard.wire`` and ``rlhf.platform.pages`` only. One loader call
+is one update: it loops over the rounds until the rank ends it. An exception here would kill the
+engine and all around it, so nothing is raised: errors go through the window, where the rank reads
+them.
 """
 
 from __future__ import annotations
@@ -23,9 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rlhf.platform.pages import release_pages
 from rlhf.reshard.wire import HEAD_BYTES, TEXT_AT, TEXT_BYTES, End, Word
 
 NAP_S = 1e-4
+RELEASED_BYTES = 2**18
+"""Tensors in host memory from this size on give up their pages in sleep."""
 ATTRIBUTE = "_reshard_receiver"
 DERIVED = ("cos_sin_cache", "inv_freq")
 """Buffers that follow from the configuration and never move."""
@@ -151,6 +155,7 @@ class _Receiver:
         if self._refusal:
             raise RuntimeError(self._refusal)
         live = _live(self._model)
+        _spoil(live.values())  # what the rounds leave out must not look like weights
         done = 0
         while wait(Word.POSTED, done + 1, f"to post round {done}"):
             words[Word.BYTES] += self._write_round(live, done)
@@ -220,11 +225,20 @@ def _live(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _sleep(model: nn.Module) -> None:
-    """NaN into weights in host memory, which SGLang's release does not free.
+    """Free the weights in host memory, which SGLang's release does not touch.
 
-    So a missing piece, or a request before the next update, shows at once.
+    Small ones (every norm is one) are NaN instead, so a request before the next update shows.
     """
     for tensor in _live(model).values():
+        if tensor.nbytes < RELEASED_BYTES:
+            _spoil([tensor])
+        elif tensor.device.type == "cpu" and tensor.is_contiguous():
+            release_pages(tensor.data)
+
+
+def _spoil(tensors: Iterable[Tensor]) -> None:
+    """NaN into what lies in host memory."""
+    for tensor in tensors:
         if tensor.device.type == "cpu" and tensor.is_floating_point():
             tensor.data.fill_(float("nan"))
 

@@ -79,6 +79,28 @@ def frozen_reference(rank, world, folder):
     }
 
 
+def released_gradients(rank, world, folder):
+    """Memory goes when gradients are released, and updates stay what they would have been."""
+    from rlhf.mcore import parallel
+    from rlhf.mcore.forward import train
+
+    out = {}
+    for case in (PP2, DP2):
+        weights, num_bytes = [], []
+        for release in (False, True):
+            model, optimizer, micro, loss = _start(rank, world, folder, case)
+            for _ in range(2):
+                train(model, optimizer, micro, loss, TEMPERATURE)
+                if release:
+                    model.release_gradients()
+            buffers = [b.grad_data for chunk in model.chunks for b in chunk.buffers]
+            num_bytes.append(sum(b.untyped_storage().size() for b in buffers))
+            weights.append(torch.cat([p.detach().flatten() for p in model.params.values()]))
+            parallel.shutdown()
+        out[case.name] = (num_bytes, torch.equal(*weights))
+    return out
+
+
 def params_are_complete(rank, world, folder):
     """With overlap, parameters after train() are those of every rank, not only of the own shard."""
     from rlhf.mcore.forward import logprobs, train
@@ -220,6 +242,7 @@ def head_inputs():
 
 
 EXPERIMENTS = (
+    released_gradients,
     frozen_reference,
     params_are_complete,
     nothing_trained_in_one_micro_batch,
@@ -261,6 +284,14 @@ def test_the_reference_stays_where_the_actor_began(results):
         assert not rank["has_graph"]
         assert rank["untrained"] == 0
         assert rank["empty"] == 0
+
+
+def test_released_gradients_hold_no_memory_and_change_nothing(results):
+    for rank in results["released_gradients"]:
+        for (kept, released), equal in rank.values():
+            assert kept > 0
+            assert released == 0
+            assert equal
 
 
 def test_parameters_are_complete_after_an_overlapped_update(results):

@@ -63,7 +63,7 @@ def test_generate_is_refused_until_an_update_has_completed(
 def test_sleep_forgets_everything_and_an_update_brings_everything_back(
     case: EngineCase, state: dict[str, Tensor]
 ) -> None:
-    """Asleep every weight is NaN, so equality afterwards shows that every element was written."""
+    """Equality afterwards shows that every element was written: an update begins with NaN."""
     case.write(state, 4)
     before = case.generate(REQUESTS)
     case.engine.sleep()
@@ -139,7 +139,7 @@ def test_forgotten_weight_is_an_error_and_no_answer(zygote: Zygote, folder: Path
 
 
 def test_sleep_leaves_no_weight_to_generate_with(zygote: Zygote, folder: Path) -> None:
-    """On a CPU nothing is freed, so what was not written again must not look like weights."""
+    """Small weights are NaN in sleep, so what was not written again does not look like weights."""
     with engine_case(folder, zygote, receiver="tests.e2e.bad_receivers.write_nothing") as engine:
         for version in range(2):
             engine.engine.begin_update([{"op": "update"}], LIMIT_S)

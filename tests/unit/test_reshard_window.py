@@ -103,6 +103,20 @@ def test_sleep_leaves_nothing_and_an_update_brings_all_back():
     assert padding == {"model.embed_tokens.weight": 192 - 131, "lm_head.weight": 192 - 131}
 
 
+def test_large_weights_give_up_their_pages_in_sleep():
+    rank = OneRank(make_shape("qwen3", vocab_size=8192), area_bytes=2**18)
+    rank.open()
+    rank.update()
+    pointers = [p.data_ptr() for p in rank.model.parameters()]
+    rank.load({"op": "sleep"})
+    inner = rank.model.get_parameter("lm_head.weight")[1000:-1000]
+    assert inner.eq(0).all()  # what the system gives for a page that was released
+    assert rank.model.get_parameter("model.norm.weight").isnan().all()
+    rank.update()
+    rank.assert_engine_holds(rank.full)
+    assert [p.data_ptr() for p in rank.model.parameters()] == pointers
+
+
 def test_parameters_replaced_after_the_opening_are_found():
     rank = OneRank()
     rank.open()

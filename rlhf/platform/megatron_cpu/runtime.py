@@ -102,6 +102,7 @@ def replace_cuda_calls() -> None:
     cuda.nvtx.range_push = lambda message: 0
     cuda.nvtx.range_pop = lambda: 0
     cuda.get_device_name = lambda device=None: "cpu"
+    cuda.empty_cache = _return_freed_memory
     # megatron asserts it under sequence parallelism; it orders kernels of a GPU
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
@@ -161,6 +162,7 @@ def quiet_warnings() -> None:
         "full scope is deprecated",  # megatron's own default
         r"The \.grad attribute of a Tensor that is not a leaf",  # checked by its optimizer
         r"`torch\.distributed\.\w+` is deprecated",
+        "TypedStorage is deprecated",
     ):
         warnings.filterwarnings("ignore", message=message)
 
@@ -176,6 +178,13 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(mmap_threshold, 2**30)
         mallopt(trim_threshold, 2**31 - 1)
+
+
+def _return_freed_memory() -> None:
+    """Give to the system what :func:`keep_freed_memory` kept."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def disable_compilation() -> None:
