@@ -30,10 +30,12 @@ if TYPE_CHECKING:
 
 ENGINE_RESERVED_TOKENS = 8
 """Of a context, that the engine keeps for itself."""
+LARGEST_RANK_BYTES = 2**40
+"""More than any device holds."""
 
 
 def check_config(config: Config, shape: ModelShape, world: int, source: str = "config") -> None:
-    """Refuse impossible combinations; looks at paths and at this machine's memory.
+    """Refuse impossible combinations; pure but for looking at paths.
 
     Args:
         config: already valid key by key.
@@ -261,11 +263,10 @@ def _engine_faults(config: Config, world: int) -> Iterator[str]:
 
 
 def _memory_faults(config: Config, shape: ModelShape) -> Iterator[str]:
-    """What no rank of this machine can hold: numbers with digits too many."""
-    have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = f"must be less than the {have / 2**30:.0f} GiB of this machine"
+    """Numbers with digits too many. This machine need not be the one that runs the job."""
+    limit = f"must be less than {LARGEST_RANK_BYTES / 2**30:.0f} GiB on any rank"
     windows = 2 * config.reshard.window_mib * 2**20
-    if windows > have:
+    if windows > LARGEST_RANK_BYTES:
         yield (
             f"reshard.window_mib: two windows of {config.reshard.window_mib} MiB, "
             f"{windows / 2**30:.0f} GiB, {limit}; lower it, e.g. to 64"
@@ -276,7 +277,7 @@ def _memory_faults(config: Config, shape: ModelShape) -> Iterator[str]:
     heads = max(1, shape.num_kv_heads // config.rollout.tp)
     itemsize = 4 if config.model.dtype == "float32" else 2
     cache = kv * shape.num_layers * heads * shape.head_dim * 2 * itemsize
-    if cache > have:
+    if cache > LARGEST_RANK_BYTES:
         yield (
             f"rollout.kv_tokens: the KV cache of {kv} tokens, {cache / 2**30:.0f} GiB, {limit}; "
             "lower it"

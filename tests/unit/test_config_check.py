@@ -142,12 +142,12 @@ def test_the_plain_configuration_holds(world):
         (
             ["reshard.window_mib=100000000"],
             1,
-            ["window_mib: two windows of 100000000 MiB", "195312 GiB", "of this"],
+            ["window_mib: two windows of 100000000 MiB", "195312 GiB", "less than 1024 GiB"],
         ),
         (
             ["rollout.kv_tokens=100000000000"],
             1,
-            ["kv_tokens: the KV cache of 100000000000", "4291534 GiB", "of this"],
+            ["kv_tokens: the KV cache of 100000000000", "4291534 GiB", "less than 1024 GiB"],
         ),
     ],
 )
