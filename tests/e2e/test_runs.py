@@ -139,8 +139,9 @@ def test_a_stopped_and_resumed_run_repeats_the_whole_one(whole, tmp_path):
     assert status == 75, err
     assert "steps are saved in" in err
     assert len([x for x in read_metrics(run) if "reward/mean" in x]) < 4
-    status, _, err = rlhf("train", str(config))
+    status, out, err = rlhf("train", str(config))
     assert status == 0, err
+    assert out == "", "track.console is off"
     assert numbers(run) == numbers(folder / "run")
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import textwrap
 from fractions import Fraction
 from pathlib import Path
 
@@ -172,6 +174,15 @@ def test_unknown_rules_and_two_rules_for_one_domain_are_refused():
         build_rewards(DataSection(train=(rows(),), eval=(rows(reward="first_number"),)))
     made = build_rewards(DataSection(train=(rows(),), eval=(rows(),)))
     assert made.score(prompt(), "5", TRAJECTORY).value == 1
+
+
+def test_the_function_of_the_readme(tmp_path):
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    code = re.search(r"^    def score\(.*\n(?:^     .*\n)+", text, re.M)
+    assert code
+    (tmp_path / "my_reward.py").write_text(textwrap.dedent(code.group()))
+    mine = rewards(f"{tmp_path}/my_reward.py:score")
+    assert [mine.score(prompt("5"), t, TRAJECTORY).value for t in (" 5", "6")] == [1, 0]
 
 
 HANGS = """

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from rlhf.config.schema import TrackSection
-from rlhf.track.curves import phase_totals, seconds_by_step, smoothed
-from rlhf.track.journal import Journal, read_journal
+from rlhf.track.curves import draw_curves, phase_totals, seconds_by_step, smoothed
+from rlhf.track.journal import History, Journal, read_journal
 from rlhf.track.metrics import Max, Mean, Metric, Sum, merge, values
 from rlhf.track.report import accuracy_line, finish
 from rlhf.track.sinks.console import ConsoleSink, clock
@@ -342,6 +342,18 @@ def test_the_report_ends_with_the_accuracy_line_and_draws_the_curves(tmp_path):
     assert lines[-1] == "accuracy 0.50 -> 0.70 (held-out, greedy, 64 items)"
     assert any("rollout" in line and "67%" in line and "2.00" in line for line in lines)
     assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_answers_and_evaluations_share_an_axis(tmp_path):
+    """The reward of step s is of the weights after s steps, as is an evaluation at s."""
+    history = History(
+        [{"step": s, "reward/mean": 0.1 * s, "seconds/rollout": 1.0} for s in range(3)],
+        [{"steps_done": 3, "eval/accuracy": 0.3}],
+    )
+    draw_curves(history, tmp_path / "curves.svg", "run")
+    text = (tmp_path / "curves.svg").read_text()
+    assert text.count("<!-- steps done -->") == 3
+    assert text.count("<!-- step -->") == 1
 
 
 def test_a_run_that_did_nothing_has_a_quiet_report(tmp_path):
