@@ -2,8 +2,10 @@
 
 SGLang finds this module through two entry points (``setup.py``) in every process that imports it.
 ``sglang.srt.platforms`` -> :func:`activate` names the platform class; ``sglang.srt.plugins`` ->
-:func:`register_hooks` replaces three functions that exist as Triton or C++ only. Both do nothing
-when a CUDA device is present, unless ``SGLANG_PLATFORM=rlhf_cpu`` asks for this platform.
+:func:`register_hooks` replaces functions. Both do nothing when a CUDA device is present, unless
+``SGLANG_PLATFORM=rlhf_cpu`` asks for this platform. For each stand-in
+``tests/e2e/test_sglang_needs.py`` shows what SGLang does without it, and fails when SGLang no
+longer needs it.
 
 What stands in for what:
 
@@ -12,10 +14,15 @@ What stands in for what:
 * a placeholder ``torchvision``: SGLang imports its transforms for image models; the wheels are
   CUDA builds that do not load beside a CPU torch.
 * ``murmur_hash32``: hash of the seeded sampler.
-* ``moe_forward_native``: routed experts when some live on another rank; for the coming families,
-  no model that is supported now has experts or latent attention.
+* ``moe_forward_native``: routed experts when some live on another rank.
 * ``maybe_enable_batch_invariant_mode``: deterministic mode would replace aten by Triton kernels;
   on a CPU with one thread the aten operators repeat bit for bit as they are.
+* ``get_rope_cpu``: latent attention without YaRN, which SGLang's own CPU engine refuses.
+* ``adjust_config_with_unaligned_cpu_tp``: SGLang pads heads and feed-forward sizes on a CPU for
+  its compiled kernels; live weights keep the sizes that they have on a GPU.
+* ``DataParallelController.event_loop``: spins on a core that schedulers need here.
+* what the platform class sets once a model is loaded: plain host buffers, DP-attention, the
+  absorbed form of latent attention.
 """
 
 from __future__ import annotations
@@ -65,6 +72,15 @@ def register_hooks() -> None:
         (
             "sglang.srt.model_executor.model_runner.ModelRunner.maybe_enable_batch_invariant_mode",
             _keep_aten_operators,
+        ),
+        ("sglang.srt.layers.rotary_embedding.factory.get_rope_cpu", _rope_of_any_kind),
+        (
+            "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp",
+            _keep_sizes,
+        ),
+        (
+            "sglang.srt.managers.data_parallel_controller.DataParallelController.event_loop",
+            _wait_for_messages,
         ),
     ):
         HookRegistry.register(target, stand_in, HookType.REPLACE)
@@ -174,3 +190,42 @@ def moe_forward_native(layer: Any, x: Tensor, topk_output: Any, cfg: Any) -> Ten
 
 def _keep_aten_operators(model_runner: Any) -> None:
     """Deterministic mode on a CPU: the aten operators stay."""
+
+
+def _rope_of_any_kind(
+    head_size: int,
+    rotary_dim: int,
+    max_position: int,
+    base: int,
+    is_neox_style: bool,
+    rope_scaling: dict[str, Any] | None,
+    dtype: Any,
+    partial_rotary_factor: float,
+    device: str | None,
+) -> Any:
+    """The rotary embedding that a GPU would get; it runs as plain torch."""
+    from sglang.srt.layers.rotary_embedding import get_rope
+
+    return get_rope(
+        head_size,
+        rotary_dim,
+        max_position,
+        base,
+        is_neox_style,
+        rope_scaling,
+        dtype,
+        partial_rotary_factor,
+    )
+
+
+def _keep_sizes(model_config: Any, load_config: Any, tp_size: int) -> Any:
+    """No padding: torch's operators take any size."""
+    return model_config
+
+
+def _wait_for_messages(controller: Any) -> None:
+    """The process that hands requests to DP-attention groups: SGLang's loop never sleeps."""
+    from sglang.srt.managers.io_struct import sock_recv
+
+    while True:
+        controller._request_dispatcher(sock_recv(controller.recv_from_tokenizer))

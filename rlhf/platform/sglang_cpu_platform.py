@@ -35,6 +35,7 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  (SGLang i
     def post_load_model(self, model: Any) -> None:
         """Choices that a CPU needs and that SGLang keeps in registries."""
         _plain_host_buffers()
+        _data_parallel_attention()
         if hasattr(getattr(model, "config", None), "kv_lora_rank"):
             _absorbed_latent_attention()
 
@@ -48,6 +49,23 @@ def _plain_host_buffers() -> None:
         return torch.empty(dims, dtype=dtype, device="cpu")
 
     ALLOC_MEMORY_FUNCS["cpu"] = allocate
+
+
+def _data_parallel_attention() -> None:
+    """DP-attention without pinned memory, Triton and CUDA's collectives.
+
+    Three modules of SGLang hold a flag of its own CPU engine, which takes torch's operations; the
+    backend lacks the length of a padding sequence.
+    """
+    from sglang.srt.distributed import parallel_state
+    from sglang.srt.layers import dp_attention
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+    from sglang.srt.model_executor import forward_batch_info
+
+    forward_batch_info._is_cpu = True
+    parallel_state._is_cpu = True
+    dp_attention.memcpy_func = dp_attention.memcpy_cpu
+    TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda self: 1
 
 
 def _absorbed_latent_attention() -> None:

@@ -21,6 +21,8 @@ from rlhf.reshard.wire import HEAD_BYTES, TEXT_AT, End, Word, align
 
 NAP_S = 1e-4
 """Sleep between two looks at a word."""
+NOT_OPENED = -1
+"""SEQUENCE before the receiver has opened the window."""
 EXPANDABLE = "expandable_segments:True"
 
 
@@ -84,6 +86,7 @@ class Window:
                     2 * self.area_bytes, dtype=torch.uint8, device=self.device
                 )
         self._sequence = 0
+        self._write(Word.SEQUENCE, NOT_OPENED)
 
     @property
     def sequence(self) -> int:
@@ -105,6 +108,18 @@ class Window:
         if self.device.type == "cpu":
             return None
         return base64.b64encode(bytes(ForkingPickler.dumps(self._areas))).decode()
+
+    def wait_opened(self, limit_s: float, poll: Poll) -> None:
+        """Wait until the receiver has opened the window: later pipeline stages take their time.
+
+        Raises:
+            ReceiverError: the live parameters are not those of the plan.
+            TimeoutError: it was silent for ``limit_s``.
+        """
+        self._wait(
+            lambda: self._read(Word.SEQUENCE) != NOT_OPENED, "to open the window", limit_s, poll
+        )
+        self.check()
 
     def begin(self, limit_s: float, poll: Poll) -> int:
         """Clear the words for the next update and return its number.

@@ -19,6 +19,7 @@ Messages to the receiver are JSON objects:
     {"op": "sleep"}                                           free weights in host memory
     {"op": "table"}                                           describe the live parameters
     {"stages": [message, ...]}                                one per pipeline stage
+    {"op": "join"}                                            only in stages: end of their update
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Word(IntEnum):
     END = 2  # rank: no more rounds will be posted, and why (End)
     ERROR = 3  # receiver: length of the error text, 0 = no error
     BYTES = 4  # receiver: bytes written in this update
-    SEQUENCE = 5  # receiver, last of all: number of the update that it has left
+    SEQUENCE = 5  # receiver, last of all: update that it has left; below 0: window not yet opened
     START = 6  # rank, last of all: number of the update whose words are clear
     REPLY = 7  # receiver: length of a reply (zlib-compressed JSON) in the text area, 0 = none
 

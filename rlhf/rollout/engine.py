@@ -30,17 +30,25 @@ class EngineSpec:
 
     ``context_tokens`` is the longest prompt plus answer. ``kv_tokens`` empty means: on a CPU room
     for ``max_running_requests`` full contexts, on a GPU what ``mem_fraction`` leaves.
-    ``cores`` are the CPU cores of the schedulers, an equal share for each tensor parallel rank
-    (CPU engines only). ``first_device`` is the CUDA device of tp rank 0.
+    ``cores`` are the CPU cores of the schedulers, an equal share for each rank of the engine
+    (CPU engines only). ``first_device`` is the CUDA device of its first rank.
+
+    An engine has ``tp * pp`` ranks, a scheduler process each; rank r is tp rank ``r % tp`` of
+    pipeline stage ``r // tp``. ``dp`` and ``ep`` are inside tp: attention is data parallel over
+    ``dp`` groups of ``tp / dp`` ranks, experts are spread over ``ep`` groups of ``tp / ep``.
     """
 
     model_path: str
     vocab_size: int
     max_position: int
     context_tokens: int
+    has_experts: bool = False
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     device: Literal["cpu", "cuda"] = "cpu"
     tp: int = 1
+    dp: int = 1
+    ep: int = 1
+    pp: int = 1
     cores: tuple[int, ...] = (0,)
     first_device: int = 0
     fp32_head: bool = True
@@ -63,12 +71,17 @@ class EngineSpec:
             ValueError: with the two numbers that do not fit.
         """
         if self.device == "cpu" and (
-            len(self.cores) < self.tp or len(self.cores) % self.tp or min(self.cores) < 0
+            len(self.cores) % self.num_ranks or not self.cores or min(self.cores) < 0
         ):
             raise ValueError(
-                f"engine cores {self.cores}: their number must be a multiple of rollout.tp="
-                f"{self.tp}, so that each tensor parallel rank has cores of its own"
+                f"engine cores {self.cores}: their number must be a multiple of rollout.tp*"
+                f"rollout.pp={self.num_ranks}, so that each rank has cores of its own"
             )
+        for name in ("dp", "ep"):
+            if self.tp % getattr(self, name):
+                raise ValueError(
+                    f"rollout.{name}={getattr(self, name)} must divide rollout.tp={self.tp}"
+                )
         if self.context_tokens + RESERVED_TOKENS > self.max_position:
             raise ValueError(
                 f"prompt and answer of {self.context_tokens} tokens and {RESERVED_TOKENS} that "
@@ -83,10 +96,24 @@ class EngineSpec:
             )
 
     @property
+    def num_ranks(self) -> int:
+        return self.tp * self.pp
+
+    @property
     def core_groups(self) -> tuple[tuple[int, ...], ...]:
-        """The cores of each tensor parallel rank."""
-        size = len(self.cores) // self.tp
-        return tuple(self.cores[i * size : (i + 1) * size] for i in range(self.tp))
+        """The cores of each rank."""
+        size = len(self.cores) // self.num_ranks
+        return tuple(self.cores[i * size : (i + 1) * size] for i in range(self.num_ranks))
+
+    @property
+    def scheduler_names(self) -> tuple[str, ...]:
+        """What the scheduler process of each rank is called."""
+        return tuple(scheduler_name(r % self.tp, r // self.tp) for r in range(self.num_ranks))
+
+
+def scheduler_name(tp_rank: int, stage: int) -> str:
+    """``scheduler tp0``; in later pipeline stages ``scheduler tp0 pp1``."""
+    return f"scheduler tp{tp_rank}" + (f" pp{stage}" if stage else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

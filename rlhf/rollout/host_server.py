@@ -14,13 +14,11 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from math import isfinite
 from typing import Any, NoReturn
-
-from sglang.srt.managers.io_struct import GenerateReqInput
 
 from rlhf.rollout.channel import (
     LENGTH,
@@ -52,10 +50,12 @@ from rlhf.rollout.engine import (
 )
 from rlhf.rollout.host_weights import EngineWeights
 from rlhf.rollout.lifeline import EXIT_DIED, Links, describe_exit, peek_exit, write_obituary
-from rlhf.rollout.sglang_engine import sampling_params
+from rlhf.rollout.sglang_engine import Batch, sampling_params
 from rlhf.types import Status
 
 ABORT_EVERY_S = 0.2
+Groups = Mapping[tuple[int, ...], int]
+"""Prompt -> DP-attention group."""
 STATUS = {"stop": Status.STOPPED, "length": Status.LENGTH, "abort": Status.ABORTED}
 
 
@@ -150,13 +150,16 @@ class Host:
                 f"generate refused: engine weights are not valid ({self._weights.invalid}); "
                 "complete an update first"
             )
+        # Answers to one prompt go to one DP-attention group: each has a prefix cache of its own.
+        prompts = dict.fromkeys(r.token_ids for r in message.requests)
+        groups = {prompt: i % self._spec.dp for i, prompt in enumerate(prompts)}
         if self._spec.prefix_cache:
-            await self._cache_prompts(message)
-        async for index, out in self._finished(message.requests, f"{message.call}"):
+            await self._cache_prompts(message, groups)
+        async for index, out in self._finished(message.requests, groups, f"{message.call}"):
             key = message.requests[index].key
             self._send(Answered(message.call, self._completion(key, out)))
 
-    async def _cache_prompts(self, message: Generate) -> None:
+    async def _cache_prompts(self, message: Generate, groups: Groups) -> None:
         """Compute each prompt that several requests share once; they then find it in the cache.
 
         Admitted together they would all compute it. A deterministic engine does so with every
@@ -167,18 +170,21 @@ class Host:
         first = {r.token_ids: r for r in message.requests if count[r.token_ids] >= fewest}
         once = [replace(r, max_new_tokens=1) for r in first.values()]
         if once:
-            async for _ in self._finished(once, f"{message.call}.prompt"):
+            async for _ in self._finished(once, groups, f"{message.call}.prompt"):
                 pass
 
     async def _finished(
-        self, requests: Sequence[SampleRequest], name: str
+        self, requests: Sequence[SampleRequest], groups: Groups, name: str
     ) -> AsyncIterator[tuple[int, dict[str, Any]]]:
         """(position, answer) of each request as it ends.
 
         One batch is one message to the scheduler: a share is admitted whole, before the next
-        step is scheduled, so the batches that are run depend on the requests alone.
+        step is scheduled, so the batches that are run depend on the requests alone. (With
+        DP-attention each request is a message of its own: then tokens repeat, and
+        log-probabilities to rounding.)
         """
-        batch = GenerateReqInput(
+        batch = Batch(
+            [groups[r.token_ids] for r in requests] if self._spec.dp > 1 else None,
             input_ids=[list(r.token_ids) for r in requests],
             sampling_params=[sampling_params(r, self._spec.deterministic) for r in requests],
             rid=[f"{name}.{i}" for i in range(len(requests))],
@@ -244,10 +250,10 @@ class Host:
     # ---------------------------------------------------------------- watching
 
     def _pids(self) -> dict[str, int]:
-        *schedulers, detokenizer = self._engine.get_all_child_pids()
-        pids = {"host": os.getpid()}
-        pids |= {f"scheduler tp{i}": pid for i, pid in enumerate(schedulers)}
-        return pids | {"detokenizer": detokenizer}
+        controller = ("data parallel controller",) if self._spec.dp > 1 else ()
+        names = ("host", *controller, *self._spec.scheduler_names, "detokenizer")
+        pids = (os.getpid(), *self._engine.get_all_child_pids())
+        return dict(zip(names, pids, strict=True))
 
     async def _kv_tokens(self) -> int:
         state = (await self._manager.get_internal_state())[0]

@@ -97,7 +97,7 @@ class EngineWeights:
         self._asleep = True
         self.invalid = "the engine sleeps"
         if self._spec.device == "cpu":
-            await self.call([{"op": "sleep"}] * self._spec.tp, SLEEP_LIMIT_S)
+            await self.call([{"op": "sleep"}] * self._spec.num_ranks, SLEEP_LIMIT_S)
         else:
             await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput())
 
@@ -119,9 +119,9 @@ class EngineWeights:
 
     async def _load(self, messages: Messages) -> None:
         """One begin, one loader call in every scheduler, one end."""
-        if len(messages) != self._spec.tp:
+        if len(messages) != self._spec.num_ranks:
             raise ValueError(
-                f"{len(messages)} loader messages for {self._spec.tp} tensor parallel ranks"
+                f"{len(messages)} loader messages for {self._spec.num_ranks} ranks of the engine"
             )
         if self._asleep and self._spec.device != "cpu":
             raise RuntimeError("the engine sleeps and has no memory for weights; wake it first")
@@ -131,19 +131,30 @@ class EngineWeights:
                 BeginWeightUpdateReqInput(selector="target")
             )
             _check("begin_weight_update", begun)
-            loaded = await self._manager.update_weights_from_tensor(
-                UpdateWeightsFromTensorReqInput(
-                    serialized_named_tensors=loader_payloads([json.dumps(m) for m in messages]),
-                    load_format=self._spec.receiver,
-                    flush_cache=True,
-                    selector="target",
-                )
-            )
+            loaded = await self._call_loader(messages)
+            if self._spec.pp > 1:
+                join = {"op": "join"}
+                await self._call_loader([join] * self._spec.num_ranks)
             ended = await self._manager.end_weight_update(EndWeightUpdateReqInput())
             _check("loader", loaded)
             _check("end_weight_update", ended)
         finally:
             self.loading = False
+
+    async def _call_loader(self, messages: Messages) -> tuple[bool, str]:
+        """SGLang picks the payload by tp rank: those of its stages travel together."""
+        tp = self._spec.tp
+        payloads = [
+            {"stages": messages[t::tp]} if self._spec.pp > 1 else messages[t] for t in range(tp)
+        ]
+        return await self._manager.update_weights_from_tensor(
+            UpdateWeightsFromTensorReqInput(
+                serialized_named_tensors=loader_payloads([json.dumps(p) for p in payloads]),
+                load_format=self._spec.receiver,
+                flush_cache=True,
+                selector="target",
+            )
+        )
 
 
 def _check(step: str, result: tuple[bool, str]) -> None:

@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import pickle
+import threading
 import time
 import traceback
 import zlib
@@ -31,8 +32,11 @@ NAP_S = 1e-4
 RELEASED_BYTES = 2**18
 """Tensors in host memory from this size on give up their pages in sleep."""
 ATTRIBUTE = "_reshard_receiver"
+WORKER = "_reshard_worker"
 DERIVED = ("cos_sin_cache", "inv_freq")
 """Buffers that follow from the configuration and never move."""
+DERIVED_WEIGHTS = ("w_kc", "w_vc")
+"""The two halves of a latent attention's ``kv_b_proj``, as its absorbed form takes them."""
 
 Write = tuple[str, tuple[slice, ...], Tensor]
 """Parameter, rectangle in it, the area's bytes as a contiguous tensor."""
@@ -44,17 +48,38 @@ def load(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Obey the messages (JSON in the names, see ``wire``). Never raises."""
     for text, _ in named_tensors:
         try:
-            message = _own_message(model, json.loads(text))
-            _obey(model, message)
+            message = json.loads(text)
+            if "stages" in message:
+                _obey_as_stage(model, message["stages"][model.pp_group.rank_in_group])
+            else:
+                _obey(model, message)
         except BaseException:  # would kill the engine and its parent
             logger.exception("reshard receiver: no window to report this through: %.200s", text)
 
 
-def _own_message(model: nn.Module, message: dict[str, Any]) -> dict[str, Any]:
-    """SGLang hands all pipeline stages of a tp rank the same payload."""
-    if "stages" not in message:
-        return message
-    return message["stages"][model.pp_group.rank_in_group]
+def _obey_as_stage(model: nn.Module, message: dict[str, Any]) -> None:
+    """A stage gets its call when the stage before it has returned from the same one.
+
+    The ranks drive an update through all stages together, so it works beside the scheduler until
+    the next call joins it.
+    """
+    if message["op"] == "update":
+        worker = threading.Thread(target=_update_aside, args=(model, message), daemon=True)
+        setattr(model, WORKER, worker)
+        worker.start()
+    elif message["op"] == "join":
+        worker = getattr(model, WORKER, None)
+        if worker is not None:
+            worker.join()
+    else:
+        _obey(model, message)
+
+
+def _update_aside(model: nn.Module, message: dict[str, Any]) -> None:
+    device = next(model.parameters()).device
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # of this thread
+    _obey(model, message)
 
 
 def _obey(model: nn.Module, message: dict[str, Any]) -> None:
@@ -155,7 +180,9 @@ class _Receiver:
         if self._refusal:
             raise RuntimeError(self._refusal)
         live = _live(self._model)
-        _spoil(live.values())  # what the rounds leave out must not look like weights
+        _spoil(
+            [*live.values(), *_derived(self._model)]
+        )  # what the rounds leave out must not look like weights
         done = 0
         while wait(Word.POSTED, done + 1, f"to post round {done}"):
             words[Word.BYTES] += self._write_round(live, done)
@@ -169,7 +196,8 @@ class _Receiver:
                 f"the rank ended the update after {done} of {len(self._writes)} rounds"
             )
         if hasattr(self._model, "post_load_weights"):
-            self._model.post_load_weights()
+            with torch.no_grad():
+                self._model.post_load_weights()
         self._synchronize()
 
     def _write_round(self, live: dict[str, Tensor], number: int) -> int:
@@ -224,15 +252,21 @@ def _live(model: nn.Module) -> dict[str, Tensor]:
     return {n: t for n, t in named.items() if not n.endswith(DERIVED)}
 
 
+def _derived(model: nn.Module) -> list[Tensor]:
+    """What the model computes from its weights after they were loaded, and keeps beside them."""
+    found = (getattr(module, name, None) for module in model.modules() for name in DERIVED_WEIGHTS)
+    return [value for value in found if isinstance(value, Tensor)]
+
+
 def _sleep(model: nn.Module) -> None:
     """Free the weights in host memory, which SGLang's release does not touch.
 
     Small ones (every norm is one) are NaN instead, so a request before the next update shows.
     """
-    for tensor in _live(model).values():
-        if tensor.nbytes < RELEASED_BYTES:
+    for tensor in (*_live(model).values(), *_derived(model)):
+        if tensor.nbytes < RELEASED_BYTES or not tensor.is_contiguous():
             _spoil([tensor])
-        elif tensor.device.type == "cpu" and tensor.is_contiguous():
+        elif tensor.device.type == "cpu":
             release_pages(tensor.data)
 
 

@@ -48,8 +48,8 @@ class Resharder:
         messages = self._group.gather(self._mover.open_message())
         if self._engine is not None:
             self._engine.call_loader(self._of_my_engine(messages))
-        self._group.gather(None)  # the engine has answered into every window
-        self._mover.window.check()
+        self._group.gather(None)  # the leader has called
+        self._mover.window.wait_opened(self._timeout_s, self._poll)
 
     def run(self, *, version: int, step: int) -> None:
         """Bring all engines to ``version``. Collective over all ranks.

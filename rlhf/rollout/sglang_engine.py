@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import multiprocessing as mp
 import os
+import socket
 from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
@@ -17,13 +18,20 @@ from typing import Any
 import torch
 from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
+from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.scheduler import run_scheduler_process
+from sglang.srt.server_args import DP_ATTENTION_HANDSHAKE_PORT_DELTA, ZMQ_TCP_PORT_DELTA
 
-from rlhf.rollout.engine import RESERVED_TOKENS, EngineSpec, SampleRequest
+from rlhf.rollout.engine import RESERVED_TOKENS, EngineSpec, SampleRequest, scheduler_name
 from rlhf.rollout.lifeline import die_with_parent, write_obituary
 
 NEVER = 2**30
 """Tokens between two partial outputs of a request: only the first and the last are sent."""
+DERIVED_PORTS = (
+    DP_ATTENTION_HANDSHAKE_PORT_DELTA,
+    *range(ZMQ_TCP_PORT_DELTA, ZMQ_TCP_PORT_DELTA + 7),
+)
+"""What SGLang binds with DP-attention, counted from ``port``."""
 
 
 def server_args(spec: EngineSpec) -> dict[str, Any]:
@@ -32,7 +40,7 @@ def server_args(spec: EngineSpec) -> dict[str, Any]:
         "model_path": spec.model_path,
         "device": spec.device,
         "dtype": spec.dtype,
-        "tp_size": spec.tp,
+        **_layout_args(spec),
         "load_format": "dummy",
         "custom_weight_loader": [spec.receiver],
         "skip_tokenizer_init": True,
@@ -43,7 +51,6 @@ def server_args(spec: EngineSpec) -> dict[str, Any]:
         "disable_radix_cache": not spec.prefix_cache,
         "chunked_prefill_size": -1 if spec.deterministic else None,
         "enable_fp32_lm_head": spec.fp32_head and spec.dtype == "bfloat16",
-        "disable_shared_experts_fusion": True,
         "sleep_on_idle": True,
         "watchdog_timeout": spec.hang_limit_s,
         "log_level": "error",
@@ -69,6 +76,53 @@ def server_args(spec: EngineSpec) -> dict[str, Any]:
     return args
 
 
+def _layout_args(spec: EngineSpec) -> dict[str, Any]:
+    """How the model is cut, as ``rlhf.weights.families`` has it; nothing is left to SGLang."""
+    args: dict[str, Any] = {
+        "tp_size": spec.tp,
+        "ep_size": spec.ep,
+        "pp_size": spec.pp,
+        "disable_shared_experts_fusion": True,
+    }
+    if spec.dp > 1:
+        args |= {
+            "dp_size": spec.dp,
+            "enable_dp_attention": True,
+            "enable_dp_attention_local_control_broadcast": True,  # wakes every group at once
+            "enable_dp_lm_head": True,
+            "port": _free_port(),
+        }
+        if spec.has_experts:  # a model without would leave out the sum over tp, too
+            args["moe_dense_tp_size"] = 1
+    return args
+
+
+def _free_port() -> int:
+    """A ``port`` whose derived ports are free: with DP-attention SGLang talks over TCP.
+
+    They lie below the range that the kernel gives out; hosts that search at the same time start at
+    different places.
+    """
+    candidates = range(20000, 32000, 16)
+    start = os.getpid() * 97 % len(candidates)
+    for port in (*candidates[start:], *candidates[:start]):
+        if all(_is_free(port + delta) for delta in DERIVED_PORTS):
+            return port
+    raise RuntimeError(
+        f"no port between {candidates.start} and {candidates.stop} has the ports behind it free "
+        "that DP-attention binds"
+    )
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as sock:
+        try:
+            sock.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
 def sampling_params(request: SampleRequest, deterministic: bool) -> dict[str, Any]:
     """SGLang's sampling parameters of one request."""
     params: dict[str, Any] = {
@@ -84,6 +138,21 @@ def sampling_params(request: SampleRequest, deterministic: bool) -> dict[str, An
     if deterministic:
         params["sampling_seed"] = request.seed
     return params
+
+
+class Batch(GenerateReqInput):  # type: ignore[misc]  (SGLang is untyped)
+    """Requests that are sent together, each to the DP-attention group that it names."""
+
+    def __init__(self, groups: Sequence[int] | None, **fields: Any) -> None:
+        """``groups``: one per request; None where attention is not data parallel."""
+        super().__init__(**fields)
+        self._groups = groups
+
+    def __getitem__(self, i: int) -> Any:
+        request = super().__getitem__(i)
+        if self._groups is not None:
+            request.routed_dp_rank = self._groups[i]
+        return request
 
 
 def start_engine(spec: EngineSpec, *, fork: bool, obituary_fd: int, close_fds: list[int]) -> Engine:
@@ -148,7 +217,7 @@ def run_child(
     if num_threads is not None:
         torch.set_num_threads(num_threads)
     if name == "scheduler":
-        name = f"scheduler tp{args[3]}"
+        name = scheduler_name(tp_rank=args[3], stage=args[4])
     logging.getLogger("sglang").addHandler(_LastWords(obituary.fileno(), name))
     target(*args)
 
@@ -168,7 +237,11 @@ class _LastWords(logging.Handler):
 
 
 def loader_payloads(messages: Sequence[str]) -> list[Any]:
-    """One serialized payload per tp rank: the message is the name of an empty tensor."""
+    """One serialized payload per tp rank: the message is the name of an empty tensor.
+
+    Args:
+        messages: JSON texts, one per tp rank; all stages of a tp rank get the same.
+    """
     from sglang.srt.utils import MultiprocessingSerializer
 
     return [

@@ -72,7 +72,7 @@ class _Rank:
         self.engine = engine
         engine.make_model(self.shapes)
         engine.load(self.mover.open_message())
-        self.mover.window.check()
+        self.mover.window.wait_opened(10.0, lambda: None)
 
     def update(self) -> Any:
         self.engine.begin(self.mover.update_message())

@@ -7,9 +7,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from rlhf.dist.layout import RolloutLayout
@@ -21,9 +23,8 @@ from rlhf.reshard.windows import Window
 from rlhf.rollout.engine import Completion, EngineSpec, SampleRequest
 from rlhf.rollout.host_client import EngineHost
 from rlhf.rollout.zygote import Zygote
-from rlhf.weights.families import full_shapes, rollout_pieces
+from rlhf.weights.families import full_pieces, rollout_padding_params, rollout_pieces
 from rlhf.weights.model_shape import load_model_shape
-from rlhf.weights.piece import Piece, full_box
 from tests.helpers.movers import in_threads, no_poll
 
 AREA_BYTES = 1 << 17
@@ -40,13 +41,15 @@ def make_spec(folder: Path, **overrides: Any) -> EngineSpec:
         "vocab_size": shape.vocab_size,
         "max_position": shape.max_position,
         "context_tokens": 256,
+        "has_experts": shape.moe is not None,
         "dtype": "float32",
         "max_running_requests": 16,
         "start_timeout_s": 120.0,
     }
     settings |= overrides
     cores = os.cpu_count() or 1
-    settings.setdefault("cores", tuple(i % cores for i in range(settings.get("tp", 1))))
+    num_ranks = settings.get("tp", 1) * settings.get("pp", 1)
+    settings.setdefault("cores", tuple(i % cores for i in range(num_ranks)))
     return EngineSpec(**settings)
 
 
@@ -66,12 +69,10 @@ class EngineCase:
     def open(self, state: Mapping[str, Tensor]) -> None:
         """Show the receivers their windows."""
         self.params = dict(state)
-        layout = RolloutLayout(world=self.spec.tp, tp=self.spec.tp)
+        spec = self.spec
+        layout = RolloutLayout(spec.num_ranks, tp=spec.tp, dp=spec.dp, ep=spec.ep, pp=spec.pp)
         ranks = range(layout.world)
-        held = [
-            Piece(name, full_box(shape), name, full_box(shape))
-            for name, shape in full_shapes(self.shape).items()
-        ]
+        held = full_pieces(self.shape)
         needed = [rollout_pieces(self.shape, layout, rank) for rank in ranks]
         itemsize = getattr(torch, self.spec.dtype).itemsize
         all_transfers = plan([held] * layout.world, needed, itemsize, Topology.of(layout.world, 8))
@@ -83,32 +84,22 @@ class EngineCase:
                 Window(AREA_BYTES),
                 dtype=getattr(torch, self.spec.dtype),
                 limit_s=LIMIT_S,
+                padding_params=rollout_padding_params(self.shape, layout, part.rank),
             )
             for part in rank_plans(all_transfers, ranks, AREA_BYTES)
         ]
-        self.engine.call_loader(
-            [
-                {
-                    "op": "open",
-                    "path": mover.window.path,
-                    "bytes": mover.window.num_bytes,
-                    "area_bytes": mover.window.area_bytes,
-                    "rounds": mover.receiver_rounds(),
-                }
-                for mover in self._movers
-            ]
-        )
+        self.engine.call_loader([mover.open_message() for mover in self._movers])
         for mover in self._movers:
-            mover.window.check()
+            mover.window.wait_opened(LIMIT_S, self.engine.poll)
 
     def begin(self) -> None:
         self._sequence += 1
         message = {"op": "update", "sequence": self._sequence, "limit_s": LIMIT_S}
-        self.engine.begin_update([message] * self.spec.tp, LIMIT_S)
+        self.engine.begin_update([message] * self.spec.num_ranks, LIMIT_S)
 
     def run_movers(self) -> None:
         """All ranks at once; the first looks after the engine."""
-        polls = [self.engine.poll, *[no_poll] * (self.spec.tp - 1)]
+        polls = [self.engine.poll, *[no_poll] * (self.spec.num_ranks - 1)]
         in_threads(
             [partial(m.run, poll) for m, poll in zip(self._movers, polls, strict=True)], LIMIT_S
         )
@@ -155,11 +146,10 @@ def load_reference(folder: Path) -> Any:
 
 
 def reference_state(model: Any) -> dict[str, Tensor]:
-    """HF name -> tensor as in the checkpoint: a tied head is not there."""
-    state = dict(model.state_dict())
-    if model.config.tie_word_embeddings:
-        del state["lm_head.weight"]
-    return state
+    """HF name -> tensor as in the checkpoint: no tied head, each expert by itself."""
+    with TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return load_file(Path(folder, "model.safetensors"))
 
 
 @torch.no_grad()

@@ -169,7 +169,7 @@ def test_open_update_blocks_nothing_else(zygote: Zygote, folder: Path, tmp_path:
 
 def test_wrong_number_of_messages_is_refused(zygote: Zygote, folder: Path) -> None:
     with engine_case(folder, zygote) as engine:
-        with pytest.raises(RuntimeError, match="2 loader messages for 1 tensor parallel ranks"):
+        with pytest.raises(RuntimeError, match="2 loader messages for 1 ranks"):
             engine.engine.call_loader([{"op": "table"}] * 2)
         engine.write(reference_state(load_reference(folder)), 0)
         assert torch.isfinite(torch.tensor(engine.generate(REQUESTS)[0].logprobs)).all()

@@ -82,9 +82,12 @@ def test_identical_samples_are_refused_only_where_they_would_be_identical() -> N
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tp": 2, "cores": (0,)}, r"cores \(0,\).*multiple of rollout.tp=2"),
-        ({"tp": 2, "cores": (0, 1, 2)}, "multiple of rollout.tp=2"),
-        ({"cores": ()}, "multiple of rollout.tp=1"),
+        ({"tp": 2, "cores": (0,)}, r"cores \(0,\).*multiple of rollout.tp\*rollout.pp=2"),
+        ({"tp": 2, "cores": (0, 1, 2)}, r"multiple of rollout.tp\*rollout.pp=2"),
+        ({"tp": 2, "pp": 2, "cores": (0, 1)}, r"multiple of rollout.tp\*rollout.pp=4"),
+        ({"cores": ()}, r"multiple of rollout.tp\*rollout.pp=1"),
+        ({"tp": 2, "dp": 3, "cores": (0, 1)}, "rollout.dp=3 must divide rollout.tp=2"),
+        ({"tp": 2, "ep": 4, "cores": (0, 1)}, "rollout.ep=4 must divide rollout.tp=2"),
         ({"cores": (-1,)}, "multiple"),
         ({"context_tokens": 64}, "64 tokens and 8 that .* exceed max_position_embeddings=64"),
         ({"kv_tokens": 39}, r"rollout.kv_tokens=39 must hold one full context: 32 \+ 8"),
@@ -93,6 +96,16 @@ def test_identical_samples_are_refused_only_where_they_would_be_identical() -> N
 def test_a_spec_that_cannot_start_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(SPEC, **change)
+
+
+def test_scheduler_processes_are_named_by_tp_rank_and_stage() -> None:
+    spec = dataclasses.replace(SPEC, tp=2, pp=2, cores=(0, 1, 2, 3))
+    assert spec.scheduler_names == (
+        "scheduler tp0",
+        "scheduler tp1",
+        "scheduler tp0 pp1",
+        "scheduler tp1 pp1",
+    )
 
 
 def test_each_tp_rank_has_cores_of_its_own() -> None:

@@ -59,7 +59,7 @@ class OneRank:
 
     def open(self):
         self.load(self.mover.open_message())
-        self.window.check()
+        self.window.wait_opened(10.0, no_poll)
 
     def update(self):
         message = self.mover.update_message()
@@ -286,9 +286,31 @@ def test_stages_pick_their_own_message():
     rank = OneRank()
     rank.model.pp_group = type("Group", (), {"rank_in_group": 1})()
     rank.load({"stages": [{"op": "no such stage"}, rank.mover.open_message()]})
-    rank.window.check()
+    rank.window.wait_opened(10.0, no_poll)
     rank.update()
     rank.assert_engine_holds(rank.full)
+
+
+def test_a_stage_lets_its_call_go_on_and_joins_the_update_in_the_next():
+    """A later stage gets the call when this one returns: no rank may wait inside for another."""
+    rank = OneRank()
+    rank.open()
+    rank.model.pp_group = type("Group", (), {"rank_in_group": 0})()
+    rank.load({"stages": [rank.mover.update_message(), {"op": "no such stage"}]})
+    joined = threading.Thread(target=rank.load, args=({"stages": [{"op": "join"}] * 2},))
+    joined.start()
+    assert joined.is_alive()  # until the rank has driven its rounds
+    rank.mover.run(no_poll)
+    joined.join(10)
+    assert not joined.is_alive()
+    rank.assert_engine_holds(rank.full)
+
+
+def test_a_window_that_nobody_opened_is_waited_for():
+    rank = OneRank()
+    with pytest.raises(TimeoutError, match="to open the window"):
+        rank.window.wait_opened(0.05, no_poll)
+    rank.open()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,154 @@
+"""Engines of several processes, whatever their layout, answer as one process does.
+
+Each engine starts from dummy weights, sleeps (NaN everywhere) and gets all weights in place.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf.rollout.engine import Completion, EngineDied
+from rlhf.rollout.lifeline import open_pidfd, wait_gone
+from rlhf.rollout.zygote import Zygote
+from rlhf.types import Status
+from tests.e2e.engine_case import (
+    LIMIT_S,
+    PROMPTS,
+    EngineCase,
+    engine_case,
+    greedy,
+    load_reference,
+    reference_logprobs,
+    reference_state,
+    sampled,
+)
+from tests.helpers.tiny_models import make_tiny
+
+TOLERANCE = 1e-5
+GONE_S = 10.0
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A model and how an engine spreads it."""
+
+    family: str
+    layout: dict[str, int]
+    model: dict[str, Any] = field(default_factory=dict)
+    slow: bool = False
+
+    @property
+    def name(self) -> str:
+        return "-".join([self.family, *(f"{k}{v}" for k, v in self.layout.items())])
+
+
+LAYOUTS = (
+    Layout("qwen3", {"tp": 2, "dp": 2}, {"vocab_size": 500, "intermediate_size": 88}),
+    Layout("qwen3", {"pp": 2}, {"num_hidden_layers": 3}),
+    Layout("llama", {"tp": 2, "pp": 2}, slow=True),
+    Layout("qwen2", {"pp": 2}, slow=True),
+    Layout("qwen3", {"tp": 4, "dp": 2}, slow=True),
+)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(case, id=case.name, marks=[pytest.mark.slow] if case.slow else [])
+        for case in LAYOUTS
+    ],
+)
+def case(
+    request: pytest.FixtureRequest, zygote: Zygote, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[EngineCase, Any]]:
+    folder = make_tiny(
+        tmp_path_factory.mktemp("model") / "hf", request.param.family, **request.param.model
+    )
+    reference = load_reference(folder)
+    with engine_case(folder, zygote, **request.param.layout) as engine:
+        engine.open(reference_state(reference))
+        engine.engine.sleep()
+        engine.engine.wake()
+        engine.write(reference_state(reference), version=7)
+        yield engine, reference
+
+
+def assert_as_transformers(engine: EngineCase, reference: Any) -> None:
+    answers = engine.generate([greedy(p, key) for key, p in enumerate(PROMPTS)])
+    gaps = []
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        expected = reference_logprobs(reference, prompt, answer.token_ids)
+        assert answer.token_ids == expected.argmax(-1).tolist()
+        chosen = expected.gather(-1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+        gaps.append((chosen - torch.tensor(answer.logprobs)).abs())
+    assert torch.cat(gaps).mean() <= TOLERANCE
+
+
+def test_answers_equal_transformers_before_and_after_other_weights(
+    case: tuple[EngineCase, Any],
+) -> None:
+    engine, reference = case
+    assert_as_transformers(engine, reference)
+    state = {name: value.clone() for name, value in reference_state(reference).items()}
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter *= 1 + 0.2 * torch.randn(parameter.shape, generator=generator)
+    engine.write(reference_state(reference), version=8)
+    assert_as_transformers(engine, reference)
+    reference.load_state_dict(state, strict=False)
+    engine.write(state, version=7)
+    assert_as_transformers(engine, reference)
+
+
+def test_seeded_samples_are_those_of_the_full_distribution(case: tuple[EngineCase, Any]) -> None:
+    """Samples of one prompt share its cached prefix; asked again they are the same."""
+    engine, reference = case
+    requests = [sampled(PROMPTS[3 + key % 2], key, seed=key) for key in range(8)]
+    answers = engine.generate(requests)
+    assert len({tuple(a.token_ids) for a in answers}) == len(answers)
+    for request, answer in zip(requests, answers, strict=True):
+        expected = reference_logprobs(reference, request.token_ids, answer.token_ids)
+        chosen = expected.gather(-1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+        assert (chosen - torch.tensor(answer.logprobs)).abs().max() <= TOLERANCE
+    again = engine.generate(list(reversed(requests)))[::-1]
+    assert [a.token_ids for a in again] == [a.token_ids for a in answers]
+
+
+def test_abort_reaches_every_process(case: tuple[EngineCase, Any]) -> None:
+    engine, _ = case
+    requests = [
+        sampled(PROMPTS[key % 3], key, seed=key, max_new_tokens=2 if key == 0 else 200)
+        for key in range(6)
+    ]
+
+    def abort(_: Completion) -> None:
+        engine.engine.abort()
+
+    answers = engine.engine.generate(requests, abort, LIMIT_S)
+    assert {a.status for a in answers[1:]} == {Status.ABORTED}
+
+
+@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[1]], ids=lambda case: case.name)
+def test_death_of_any_process_is_an_event_with_a_cause(
+    layout: Layout, zygote: Zygote, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The last scheduler; with DP-attention the process that hands out requests."""
+    folder = make_tiny(tmp_path_factory.mktemp("model") / "hf", layout.family, **layout.model)
+    with engine_case(folder, zygote, **layout.layout) as engine:
+        name = "data parallel controller" if "dp" in layout.layout else "scheduler tp0 pp1"
+        pidfds = [open_pidfd(pid) for pid in engine.info.pids.values()]
+        os.kill(engine.info.pids[name], signal.SIGKILL)
+        with pytest.raises(EngineDied, match=rf"{name} \(pid .*SIGKILL"):
+            engine.engine.sleep()
+        assert wait_gone([fd for fd in pidfds if fd is not None], GONE_S)
+        for fd in pidfds:
+            assert fd is not None
+            os.close(fd)
