@@ -13,21 +13,29 @@ import traceback
 from dataclasses import dataclass
 from typing import Any
 
+from rlhf.dist.layout import RolloutLayout
+
 
 @dataclass(frozen=True)
 class Probe:
     """One rank of one engine layout of the model in ``folder``."""
 
     folder: str
-    tp: int
-    pp: int
-    tp_rank: int
-    pp_rank: int
-    dp: int = 1
+    layout: RolloutLayout
+    rank: int
+    dtype: str = "float32"
 
 
-def probe_many(probes: list[Probe], timeout_s: float = 300) -> list[dict[str, Any]]:
-    """Live parameters by name as float32 arrays, per probe; elements that nothing wrote are -1."""
+@dataclass(frozen=True)
+class Live:
+    """A parameter as SGLang loaded it; elements that nothing wrote are -1."""
+
+    values: Any  # float32 array
+    dtype: str
+
+
+def probe_many(probes: list[Probe], timeout_s: float = 300) -> list[dict[str, Live]]:
+    """Live parameters by name, per probe."""
     context = mp.get_context("spawn")
     mine, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_probe_all, args=(theirs, probes))
@@ -53,9 +61,7 @@ def _probe_all(pipe: Any, probes: list[Probe]) -> None:
     import torch
 
     torch.set_num_threads(1)
-    import sglang.srt.models.llama
-    import sglang.srt.models.qwen2
-    import sglang.srt.models.qwen3
+    import sglang.srt.models.registry  # all model classes: else each grandchild imports them
     import sglang.srt.server_args  # noqa: F401
     from sglang.srt.plugins import load_plugins
 
@@ -77,7 +83,7 @@ def _probe_one(pipe: Any, probe: Probe) -> None:
         pipe.send(("error", traceback.format_exc()))
 
 
-def _live_parameters(probe: Probe) -> dict[str, Any]:
+def _live_parameters(probe: Probe) -> dict[str, Live]:
     import torch
 
     from rlhf.weights.families import full_shapes
@@ -89,7 +95,10 @@ def _live_parameters(probe: Probe) -> dict[str, Any]:
         parameter.data.fill_(-1)
     full = coded_tensors(full_shapes(load_model_shape(probe.folder)), torch.float32)
     model.load_weights(iter(full.items()))
-    return {n: p.detach().float().numpy() for n, p in model.named_parameters()}
+    return {
+        name: Live(p.detach().float().numpy(), str(p.dtype).removeprefix("torch."))
+        for name, p in model.named_parameters()
+    }
 
 
 def _build(probe: Probe) -> Any:
@@ -102,14 +111,21 @@ def _build(probe: Probe) -> Any:
     from sglang.srt.model_loader.utils import set_default_torch_dtype
     from sglang.srt.server_args import ServerArgs
 
+    layout = probe.layout
+    if layout.a2a == "deepep":  # whose package is not here; this does the same to parameters
+        os.environ["SGLANG_SHARED_EXPERT_TP1"] = "1"
     args = ServerArgs(
         model_path=probe.folder,
         device="cpu",
-        dtype="float32",
-        tp_size=probe.tp,
-        pp_size=probe.pp,
-        dp_size=probe.dp,
-        enable_dp_attention=probe.dp > 1,
+        dtype=probe.dtype,
+        tp_size=layout.tp,
+        ep_size=layout.ep,
+        pp_size=layout.pp,
+        dp_size=layout.dp,
+        enable_dp_attention=layout.dp > 1,
+        enable_dp_lm_head=layout.dp > 1,
+        moe_dense_tp_size=1 if layout.dp > 1 else None,
+        disable_shared_experts_fusion=True,
         attention_backend="torch_native",
         sampling_backend="pytorch",
         disable_cuda_graph=True,
@@ -121,7 +137,7 @@ def _build(probe: Probe) -> Any:
     config = ModelConfig.from_server_args(args)
     init_layer_runtime(model_config=config)
     load = LoadConfig()
-    with set_default_torch_dtype(torch.float32), torch.device("cpu"):
+    with set_default_torch_dtype(getattr(torch, probe.dtype)), torch.device("cpu"):
         return _initialize_model(config, load, _get_quantization_config(config, load))
 
 
@@ -136,9 +152,10 @@ def _fake_world(args: Any, probe: Probe) -> None:
     from sglang.srt.runtime_context import SpawnRanks, publish, spawn_world_rank
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    rank = spawn_world_rank(args, tp_rank=probe.tp_rank, pp_rank=probe.pp_rank)
+    at = probe.layout.coord(probe.rank)
+    rank = spawn_world_rank(args, tp_rank=at.tp, pp_rank=at.pp)
     publish(args, role="scheduler", ranks=SpawnRanks(world_rank=rank, dp_rank=None, gpu_id=0))
-    world = probe.tp * probe.pp
+    world = probe.layout.engine_size
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     real = dist.new_group
 

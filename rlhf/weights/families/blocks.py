@@ -14,6 +14,7 @@ from rlhf.weights.families.operations import (
     Vocab,
     Whole,
 )
+from rlhf.weights.piece import FLOAT32
 
 EMBEDDING = "model.embed_tokens.weight"
 NORM = "model.norm.weight"
@@ -161,32 +162,34 @@ def dense_mlp(group: GroupName) -> Block:
     return _norm("mlp.linear_fc1.layer_norm_weight") + _gated_mlp("mlp", "ffn", group)
 
 
+_ROUTER = "mlp.gate.weight"
 _GATE_UP = ("mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_proj.weight")
 _DOWN = "mlp.experts.{expert}.down_proj.weight"
 ROUTED_EXPERTS = _norm("pre_mlp_layernorm.weight") + Block(
     tensors={
-        "mlp.gate.weight": ("experts", "hidden"),
+        _ROUTER: ("experts", "hidden"),
         _GATE_UP[0]: ("expert_ffn", "hidden"),
         _GATE_UP[1]: ("expert_ffn", "hidden"),
         _DOWN: ("hidden", "expert_ffn"),
     },
     train={
-        "mlp.router.weight": Whole("mlp.gate.weight"),
+        "mlp.router.weight": Whole(_ROUTER),
         "mlp.experts.linear_fc1.weight{expert}": Rows(_GATE_UP, "expert"),
         "mlp.experts.linear_fc2.weight{expert}": Cols(_DOWN, "expert"),
     },
     rollout={
-        "mlp.gate.weight": Whole("mlp.gate.weight"),
+        _ROUTER: Whole(_ROUTER),
         "mlp.experts.w13_weight": ExpertStack(Rows(_GATE_UP, "expert")),
         "mlp.experts.w2_weight": ExpertStack(Cols(_DOWN, "expert")),
     },
 )
+FLOAT32_ENGINE_ROUTER = Block({}, {}, {_ROUTER: Whole(_ROUTER, FLOAT32)})
+"""After :data:`ROUTED_EXPERTS`: SGLang's class keeps the router's weight in float32."""
+_BIAS = "mlp.gate.e_score_correction_bias"
 EXPERT_BIAS = Block(
-    tensors={"mlp.gate.e_score_correction_bias": ("experts",)},
-    train={"mlp.router.expert_bias": Whole("mlp.gate.e_score_correction_bias")},
-    rollout={
-        "mlp.gate.e_score_correction_bias": Whole("mlp.gate.e_score_correction_bias"),
-    },
-    float32=frozenset({"mlp.gate.e_score_correction_bias"}),
+    tensors={_BIAS: ("experts",)},
+    train={"mlp.router.expert_bias": Whole(_BIAS, FLOAT32)},
+    rollout={_BIAS: Whole(_BIAS, FLOAT32)},
+    float32=frozenset({_BIAS}),
 )
 SHARED_EXPERTS = _gated_mlp("mlp.shared_experts", "shared_ffn", "shared")

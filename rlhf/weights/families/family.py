@@ -24,7 +24,7 @@ class Block:
     train: Mapping[str, Operation]  # Megatron, Transformer Engine's names
     rollout: Mapping[str, Operation]  # SGLang
     float32: frozenset[str] = frozenset()
-    """Tensors that stay float32 in a model of another dtype, on both sides and in files."""
+    """Tensors that are float32 in the files of a model of another dtype."""
 
     def __add__(self, other: Block) -> Block:
         return Block(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rlhf.weights.families.blocks import (
     EXPERT_BIAS,
+    FLOAT32_ENGINE_ROUTER,
     QK_NORM,
     QKV,
     QKV_BIAS,
@@ -22,7 +23,7 @@ def glm4_moe(shape: ModelShape) -> Family:
         attention += QKV_BIAS
     if shape.qk_norm:
         attention += QK_NORM
-    experts = ROUTED_EXPERTS + EXPERT_BIAS
+    experts = ROUTED_EXPERTS + FLOAT32_ENGINE_ROUTER + EXPERT_BIAS
     if shape.moe.num_shared_experts:
         experts += SHARED_EXPERTS
     return Family(

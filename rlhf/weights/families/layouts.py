@@ -48,7 +48,6 @@ class _Param:
     name: str
     hf_prefix: str
     laid: Laid
-    dtype: str | None
 
 
 def full_shapes(shape: ModelShape) -> dict[str, Shape]:
@@ -183,8 +182,8 @@ def _params(shape: ModelShape, side: _Side) -> Iterator[_Param]:
         for offset, number in enumerate(chunk.layers):
             own = chunk.prefix + side.layer_prefix.format(layer=chunk.first_name + offset)
             hf_prefix = HF_LAYER_PREFIX.format(layer=number)
-            for name, laid, dtype in by_kind[shape.has_experts(number)]:
-                yield _Param(own + name, hf_prefix, laid, dtype)
+            for name, laid in by_kind[shape.has_experts(number)]:
+                yield _Param(own + name, hf_prefix, laid)
         yield from (p for p, stage in outer if stage is not Stage.FIRST)
 
 
@@ -195,18 +194,17 @@ def _layer(family: Family, has_experts: bool) -> Block:
     return family.attention + family.experts
 
 
-def _lay_layer(shape: ModelShape, side: _Side, block: Block) -> list[tuple[str, Laid, str | None]]:
+def _lay_layer(shape: ModelShape, side: _Side, block: Block) -> list[tuple[str, Laid]]:
     """Parameters of one layer on this rank; the same for all layers of its kind."""
     frame = _frame(shape, side, block.tensors)
     out = []
     for name, operation in side.layer(block).items():
         laid = operation.lay(frame)
-        dtype = FLOAT32 if any(part.tensor in block.float32 for part in laid.parts) else None
         if EXPERT not in name:
-            out.append((name, laid, dtype))
+            out.append((name, laid))
             continue
         for slot, number in enumerate(side.experts):
-            out.append((name.replace(EXPERT, str(slot)), laid.of_expert(number), dtype))
+            out.append((name.replace(EXPERT, str(slot)), laid.of_expert(number)))
     return out
 
 
@@ -223,12 +221,12 @@ def _outer_params(shape: ModelShape, side: _Side, chunk: _Chunk) -> Iterator[tup
             continue
         held.add(tensor)
         laid = replace(outer.operation, tensor=tensor).lay(frame)
-        yield _Param(chunk.prefix + outer.param, "", laid, None), outer.stage
+        yield _Param(chunk.prefix + outer.param, "", laid), outer.stage
 
 
 def _pieces(params: Iterator[_Param]) -> list[Piece]:
     return [
-        Piece(param.hf_prefix + part.tensor, part.region, param.name, part.local, param.dtype)
+        Piece(param.hf_prefix + part.tensor, part.region, param.name, part.local, param.laid.dtype)
         for param in params
         for part in param.laid.parts
     ]

@@ -59,6 +59,7 @@ class Laid:
 
     shape: Shape
     parts: tuple[Part, ...]
+    dtype: str | None = None  # where it is not the model's
 
     def of_expert(self, number: int) -> Laid:
         """The same of one expert's tensors."""
@@ -66,7 +67,7 @@ class Laid:
             Part(part.tensor.replace(EXPERT, str(number)), part.region, part.local)
             for part in self.parts
         )
-        return Laid(self.shape, tuple(parts))
+        return Laid(self.shape, tuple(parts), self.dtype)
 
 
 class Operation(Protocol):
@@ -109,13 +110,15 @@ def _stack(frame: Frame, cuts: Sequence[Cut], num_rows: int | None = None) -> La
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """Replicated: every rank holds the tensor."""
+    """Replicated: every rank holds the tensor; ``dtype`` where it is not the model's."""
 
     tensor: str
+    dtype: str | None = None
 
     def lay(self, frame: Frame) -> Laid:
         shape = frame.shapes[self.tensor]
-        return Laid(shape, (Part(self.tensor, full_box(shape), full_box(shape)),))
+        part = Part(self.tensor, full_box(shape), full_box(shape))
+        return Laid(shape, (part,), self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
