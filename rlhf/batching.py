@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from rlhf.packing import Budget, Schedule
-from rlhf.types import Batch, PackedSequence, Trajectory
+from rlhf.types import Batch, PackedSequence, Status, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ def _assemble_micro(
         out["rollout_logprobs"][here] = t.rollout_logprobs
         out["credits"][here] = plan.credit[i] * t.loss_mask
         out["loss_weights"][here] = plan.loss_weight[i] * t.loss_mask
-        sequences.append(PackedSequence(index=i, start=at, length=len(t.tokens)))
+        sequences.append(PackedSequence(i, at, len(t.tokens), truncated=t.status is Status.LENGTH))
         at += len(t.tokens)
     out["positions"][at:] = np.arange(total - at)
     return out, tuple(sequences)

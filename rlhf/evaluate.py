@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rlhf.rollout.collect import Collector, Rollout, Sampling
-from rlhf.types import Phase, Prompt
+from rlhf.rollout.collect import Collector, Sampling
+from rlhf.types import Phase, Prompt, Rollout
 
 SOLVED = 1.0
 """A score of this or more is a right answer."""

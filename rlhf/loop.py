@@ -17,11 +17,12 @@ def train(run: Run) -> None:
         rollout = run.collector.collect(
             prompts, step, run.sampling, run.config.batch.samples_per_prompt
         )
+        rollout = run.reward_model.score(rollout, step)
         batch = run.batcher.pack(rollout, step)
         batch = batch.with_columns(
             old_logprobs=run.actor.logprobs(batch, step),
             ref_logprobs=run.reference.logprobs(batch, step),
-            values=run.critic.values(batch, step),
+            **run.critic.values(batch, step),
         )
         batch = run.algorithm.assign_advantages(batch)
         for minibatch in batch.minibatches():

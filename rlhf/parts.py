@@ -16,11 +16,10 @@ from rlhf.config.load import dump_config
 from rlhf.config.schema import Config
 from rlhf.data.mix import build_eval_prompts, build_prompt_source
 from rlhf.data.tokenizer import Tokenizer, load_tokenizer
+from rlhf.dist.replicas import Replicas
 from rlhf.evaluate import Evaluator
 from rlhf.ground import Ground, Plan
 from rlhf.mcore import parallel
-from rlhf.mcore.model import TrainModel, build_model
-from rlhf.mcore.optimizer import build_optimizer
 from rlhf.packing import Budget, sequence_cost
 from rlhf.recorder import Recorder
 from rlhf.reshard.execute import Mover
@@ -30,9 +29,9 @@ from rlhf.reshard.schedule import rank_plan
 from rlhf.reshard.transport import DistTransport
 from rlhf.reshard.windows import Window
 from rlhf.rewards.build import Rewards, build_rewards
+from rlhf.role_parts import build_actor, build_critic, build_reference, build_reward_model
 from rlhf.roles.actor import Actor
-from rlhf.roles.critic import NullCritic
-from rlhf.roles.reference import NullReference, Reference
+from rlhf.roles.critic import Critic, NullCritic
 from rlhf.rollout.batcher import Batcher
 from rlhf.rollout.collect import Collector, Sampling
 from rlhf.rollout.resharder import Resharder
@@ -41,7 +40,6 @@ from rlhf.run import Run
 from rlhf.state import TrainState
 from rlhf.types import Phase, Prompt
 from rlhf.weights.families import rollout_padding_params, rollout_pieces, train_pieces
-from rlhf.weights.hf_checkpoint import load_pieces
 
 if TYPE_CHECKING:
     from rlhf.rollout.host_client import EngineHost
@@ -58,28 +56,30 @@ def build_parts(ground: Ground, engine: EngineHost | None, *, record: bool) -> R
     held_out = build_eval_prompts(config.data, tokenizer)
     rewards = build_rewards(config.data)
     rewards.check([*prompts.prompts, *held_out])
-    algorithm = build_algorithm(config)
+    algorithm = build_algorithm(config, Replicas(plan.train, ground.group).total)
     recorder = Recorder.create(ground, record=record)
     parallel.initialize(plan.train, config.dist.timeout_s, config.seed)
-    actor = _actor(ground, algorithm, recorder)
-    ground.gate.on_enter(actor.enter)
-    checkpoints = _checkpoints(ground, actor, recorder)
+    actor = build_actor(ground, algorithm, recorder)
+    critic = build_critic(ground, recorder)
+    checkpoints = _checkpoints(ground, actor, critic, recorder)
     if record and config.checkpoint.resume == "never":
         checkpoints.refuse_others()
     if record and plan.world.is_first:
         ground.closers.append(lock_run_dir(Path(config.run_dir)).close)
         save_resolved(config)
     collector = _collector(ground, engine, tokenizer, rewards)
+    batcher = _batcher(ground, algorithm)
     run = Run(
         config=config,
         first_step=checkpoints.resume(config.checkpoint.resume),
         sampling=_sampling(plan, tokenizer, greedy=False),
         prompts=prompts,
         collector=collector,
-        batcher=_batcher(ground, algorithm),
+        reward_model=build_reward_model(ground, batcher),
+        batcher=batcher,
         actor=actor,
-        reference=_reference(ground, algorithm),
-        critic=NullCritic(),
+        reference=build_reference(ground, algorithm),
+        critic=critic,
         algorithm=algorithm,
         resharder=_resharder(ground, engine, actor, collector),
         evaluator=_evaluator(ground, collector, held_out, tokenizer, recorder),
@@ -90,38 +90,6 @@ def build_parts(ground: Ground, engine: EngineHost | None, *, record: bool) -> R
     )
     recorder.start(run.first_step)
     return run
-
-
-def _actor(ground: Ground, algorithm: Algorithm, recorder: Recorder) -> Actor:
-    config = ground.plan.config
-    model = _load_model(ground.plan, trainable=True)
-    total = config.num_steps * config.batch.updates_per_step
-    return Actor(
-        model=model,
-        optimizer=build_optimizer(model, config.optimizer, total),
-        loss_fn=algorithm.loss_fn,
-        temperature=config.rollout.sampling.temperature,
-        gate=ground.gate,
-        on_update=recorder.add_update,
-    )
-
-
-def _load_model(plan: Plan, *, trainable: bool) -> TrainModel:
-    config = plan.config
-    model = build_model(plan.shape, plan.train, config.model, config.train, trainable=trainable)
-    pieces = train_pieces(plan.shape, plan.train, plan.world.rank)
-    load_pieces(config.model.path, pieces, model.params)
-    return model
-
-
-def _reference(ground: Ground, algorithm: Algorithm) -> Reference | NullReference:
-    if not algorithm.needs_reference:
-        return NullReference()
-    return Reference(
-        model=_load_model(ground.plan, trainable=False),
-        temperature=ground.plan.config.rollout.sampling.temperature,
-        gate=ground.gate,
-    )
 
 
 def _sampling(plan: Plan, tokenizer: Tokenizer, *, greedy: bool) -> Sampling:
@@ -230,13 +198,15 @@ def _evaluator(
     )
 
 
-def _checkpoints(ground: Ground, actor: Actor, recorder: Recorder) -> Checkpoints:
+def _checkpoints(
+    ground: Ground, actor: Actor, critic: Critic | NullCritic, recorder: Recorder
+) -> Checkpoints:
     config = ground.plan.config
     return Checkpoints(
         folder=Path(config.run_dir) / "checkpoints",
         state=TrainState(
-            actor.model,
-            actor.optimizer,
+            actor,
+            critic if isinstance(critic, Critic) else None,
             writes=ground.plan.train.coord(ground.plan.world.rank).dp == 0,
         ),
         policy=Policy(

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 
-from rlhf.config.check import check_config
+from rlhf.config.check import check_config, train_layout
+from rlhf.config.faults import ConfigError
 from rlhf.config.schema import Config
-from rlhf.weights.families import full_shapes
+from rlhf.dist.layout import LayoutError, TrainLayout
+from rlhf.weights.families import check_train, full_shapes
 from rlhf.weights.hf_checkpoint import check_index
 from rlhf.weights.model_shape import ModelShape, load_model_shape
+from rlhf.weights.value_model import load_value_model
 
 
 def check(config: Config, world: int, source: str) -> ModelShape:
@@ -22,7 +26,55 @@ def check(config: Config, world: int, source: str) -> ModelShape:
     shape = load_model_shape(config.model.path)
     check_config(config, shape, world, source)
     check_index(config.model.path, full_shapes(shape))
+    check_value_models(config, shape, train_layout(config.train, world), source)
     return shape
+
+
+def check_value_models(
+    config: Config, actor: ModelShape, layout: TrainLayout, source: str = "config"
+) -> None:
+    """The folders of critic and reward model: complete, and usable beside the actor.
+
+    Raises:
+        ConfigError: one is not; names its key.
+    """
+    folders: list[tuple[str, str, bool]] = []
+    if config.critic is not None and config.critic.path is not None:
+        folders.append(("critic.path", config.critic.path, False))
+    if config.reward_model is not None:
+        folders.append(("reward_model.path", config.reward_model.path, True))
+    faults = [
+        f"{source}:{key}: {fault}"
+        for key, folder, needs_head in folders
+        for fault in _value_model_faults(config, actor, layout, folder, needs_head=needs_head)
+    ]
+    if faults:
+        raise ConfigError(faults)
+
+
+def _value_model_faults(
+    config: Config, actor: ModelShape, layout: TrainLayout, folder: str, *, needs_head: bool
+) -> Iterator[str]:
+    try:
+        shape = load_value_model(folder, needs_head=needs_head).shape
+        check_train(shape, layout)
+    except LayoutError as error:
+        yield from (f"{folder}: {fault}" for fault in error.faults)
+        return
+    except ValueError as error:
+        yield str(error)
+        return
+    if shape.vocab_size != actor.vocab_size:
+        yield (
+            f"{folder} has a vocabulary of {shape.vocab_size}, the actor at model.path one of "
+            f"{actor.vocab_size}: it sees the actor's token ids, so both need one tokenizer"
+        )
+    longest = config.data.max_prompt_tokens + config.rollout.sampling.max_new_tokens
+    if shape.max_position < longest:
+        yield (
+            f"{folder} has {shape.max_position} positions, data.max_prompt_tokens + "
+            f"rollout.sampling.max_new_tokens are {longest}; lower one of them"
+        )
 
 
 def check_data(config: Config) -> None:

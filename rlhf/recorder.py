@@ -11,14 +11,15 @@ from rich.console import Console
 
 from rlhf.algorithms.algorithm import update_metrics
 from rlhf.algorithms.gap import NUM_BINS, gap_metrics, gap_sums
+from rlhf.algorithms.values import NUM_VALUE_SUMS, critic_metrics, value_metrics, value_sums
+from rlhf.dist.replicas import Replicas
 from rlhf.evaluate import SOLVED, Accuracy
 from rlhf.ground import Ground
 from rlhf.mcore.forward import TrainStats
-from rlhf.rollout.collect import Rollout
 from rlhf.track import report
 from rlhf.track.metrics import Max, Mean, Metric, Sum, merge, values
 from rlhf.track.tracker import Tracker
-from rlhf.types import Batch, Phase, Status, TrajectoryFacts
+from rlhf.types import Batch, Phase, Rollout, Status, TrajectoryFacts
 
 GAP_SUMS = 3 + NUM_BINS
 
@@ -29,6 +30,7 @@ class Recorder:
     def __init__(self, ground: Ground, tracker: Tracker) -> None:
         self._ground = ground
         self._tracker = tracker
+        self._replicas = Replicas(ground.plan.train, ground.group)
         self._updates: list[Mapping[str, Metric]] = []
         self._seconds: dict[str, float] = {}
         self._began = time.perf_counter()
@@ -63,6 +65,15 @@ class Recorder:
         }
         self._updates.append({**own, **update_metrics(stats.sums)})
 
+    def add_critic_update(self, stats: TrainStats) -> None:
+        """The same of the critic."""
+        own: dict[str, Metric] = {
+            "critic/grad_norm": Mean(stats.grad_norm),
+            "critic/lr": Max(stats.lr),
+            "critic/skipped": Sum(0.0 if stats.ok else 1.0),
+        }
+        self._updates.append({**own, **critic_metrics(stats.sums)})
+
     def add_accuracy(self, result: Accuracy, rollout: Rollout) -> None:
         """A held-out result."""
         self.accuracies.append(result)
@@ -92,7 +103,7 @@ class Recorder:
         self._take_seconds()
         seconds, self._seconds = self._seconds, {}
         elapsed, self._began = time.perf_counter() - self._began, time.perf_counter()
-        counts = len(batch.tokens) if self._counts_for_its_replica() else 0
+        counts = len(batch.tokens) if self._replicas.speaks else 0
         parts: list[Mapping[str, Metric]] = [
             {"batch/tokens": Sum(counts), "batch/microbatches": Max(len(batch.micro_bounds))},
             {f"seconds/{name}": Max(value) for name, value in seconds.items()},
@@ -101,7 +112,8 @@ class Recorder:
         ]
         parts = self._ground.group.gather(merge(parts))
         facts = rollout_metrics(rollout.facts)
-        shared = merge([facts, *self._updates, gap_metrics(self._gap(batch))])
+        of_batch = {**gap_metrics(self._gap(batch)), **value_metrics(self._values(batch))}
+        shared = merge([facts, *self._updates, of_batch])
         self._updates = []
         metrics = values(merge([*parts, shared]))
         metrics |= rates(rollout.facts, metrics)
@@ -121,20 +133,22 @@ class Recorder:
         for name, seconds in self._ground.gate.take_seconds().items():
             self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
-    def _counts_for_its_replica(self) -> bool:
-        """One rank of each DP replica: its batch is the same on all of them."""
-        coord = self._ground.plan.train.coord(self._ground.plan.world.rank)
-        return coord.tp == coord.pp == coord.cp == 0
-
     def _gap(self, batch: Batch) -> torch.Tensor:
         """Summed over the DP replicas. Collective over all ranks."""
         sums = torch.zeros(GAP_SUMS, dtype=torch.float64)
-        if self._counts_for_its_replica() and len(batch.tokens):
+        if self._replicas.speaks and len(batch.tokens):
             assert batch.rollout_logprobs is not None
             assert batch.old_logprobs is not None
             mask = batch.mask
             sums = gap_sums(batch.rollout_logprobs[mask].cpu(), batch.old_logprobs[mask].cpu())
-        return self._ground.group.sum(sums)
+        return self._replicas.total(sums)
+
+    def _values(self, batch: Batch) -> torch.Tensor:
+        """Summed over the DP replicas; zeros without a critic. Collective over all ranks."""
+        sums = torch.zeros(NUM_VALUE_SUMS, dtype=torch.float64)
+        if batch.values is not None and batch.returns is not None:
+            sums = value_sums(batch.values[batch.mask], batch.returns[batch.mask])
+        return self._replicas.total(sums)
 
 
 def rollout_metrics(facts: Sequence[TrajectoryFacts]) -> dict[str, Metric]:

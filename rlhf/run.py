@@ -17,8 +17,9 @@ from rlhf.ground import Ground
 from rlhf.recorder import Recorder
 from rlhf.reshard.export import Exporter
 from rlhf.roles.actor import Actor
-from rlhf.roles.critic import NullCritic
+from rlhf.roles.critic import Critic, NullCritic
 from rlhf.roles.reference import NullReference, Reference
+from rlhf.roles.reward_model import NullRewardModel, RewardModel
 from rlhf.rollout.batcher import Batcher
 from rlhf.rollout.collect import Collector, Sampling
 from rlhf.rollout.resharder import Resharder
@@ -34,10 +35,11 @@ class Run:
     sampling: Sampling
     prompts: PromptSource
     collector: Collector
+    reward_model: RewardModel | NullRewardModel
     batcher: Batcher
     actor: Actor
     reference: Reference | NullReference
-    critic: NullCritic
+    critic: Critic | NullCritic
     algorithm: Algorithm
     resharder: Resharder
     evaluator: Evaluator

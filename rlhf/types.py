@@ -7,6 +7,7 @@
 | Prompt                             | data             | collect, rewards  | all     |
 | Trajectory                         | collect          | rewards, batching | leader  |
 | Score                              | rewards          | credits, metrics  | all     |
+| Score with a reward model's part   | reward_model     | credits, metrics  | all     |
 | TrajectoryFacts                    | collect          | batching, metrics | all     |
 | tokens, positions, mask            | batching         | roles, algorithm  | replica |
 | rollout_logprobs                   | batching         | gap metrics       | replica |
@@ -14,13 +15,19 @@
 | old_logprobs                       | actor            | algorithm, losses | replica |
 | ref_logprobs                       | reference        | algorithm, losses | replica |
 | values                             | critic           | algorithm, losses | replica |
-| advantages, returns                | algorithm        | losses            | replica |
+| end_values                         | critic           | algorithm         | replica |
+| advantages                         | algorithm        | losses            | replica |
+| returns                            | algorithm        | losses, metrics   | replica |
 
 all = host memory of every rank; leader = host memory of the rank that owns the engine;
 replica = device memory of all ranks (tp, pp, cp) of the DP replica that trains the sequence.
+A reward model needs the tokens before there is a batch for training: they travel twice, first
+packed for it alone, and its numbers come back to all ranks.
 
 A column entry at index t describes token t of the packed stream: ``old_logprobs[t]`` is
-log p(tokens[t] | the tokens of its sequence before t). Entries where ``mask`` is False are zero.
+log p(tokens[t] | the tokens of its sequence before t), and ``values[t]`` the value of that state
+before t. ``end_values[t]`` is the value of the state after t, where t is the last trained token of
+an answer that was cut off. Entries where ``mask`` is False are zero.
 
 Worked example, one sequence: prompt ``P0 P1``, answer ``A0 A1`` (A1 is the stop token)
 
@@ -132,12 +139,35 @@ class TrajectoryFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class Sample:
+    """An answer to look at."""
+
+    prompt: str
+    answer: str
+    expected: str
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One phase's result: facts of all trajectories everywhere, tokens on their owner.
+
+    ``facts`` is sorted by index; index = prompt * samples_per_prompt + sample.
+    """
+
+    facts: tuple[TrajectoryFacts, ...]
+    trajectories: Mapping[int, Trajectory]
+    samples: tuple[Sample, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class PackedSequence:
     """Where one trajectory lies in a packed stream: tokens [start, start + length)."""
 
     index: int
     start: int
     length: int
+    truncated: bool = False  # the answer ended by its length
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +192,7 @@ COLUMNS = (
     "old_logprobs",
     "ref_logprobs",
     "values",
+    "end_values",
     "advantages",
     "returns",
 )
@@ -190,6 +221,7 @@ class Batch:
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
     values: Tensor | None = None
+    end_values: Tensor | None = None
     advantages: Tensor | None = None
     returns: Tensor | None = None
 

@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlhf.config.check_algorithm import algorithm_faults, optimizer_faults
 from rlhf.config.faults import ConfigError
 from rlhf.config.schema import (
-    AlgorithmSection,
     Config,
     JsonlSource,
-    OptimizerSection,
     ReasoningGymSource,
     RolloutSection,
     SamplingSection,
@@ -50,14 +49,12 @@ def check_config(config: Config, shape: ModelShape, world: int, source: str = "c
         lambda: _layout_faults(config, shape, world),
         lambda: _feature_faults(config.train, config.rollout),
         lambda: _batch_section_faults(config, world),
-        lambda: _algorithm_faults(config.algorithm, config.batch.samples_per_prompt),
+        lambda: algorithm_faults(config),
         lambda: sampling_faults(config.rollout.sampling),
         lambda: _length_faults(config, shape),
         lambda: _engine_faults(config, world),
         lambda: _memory_faults(config, shape),
-        lambda: _optimizer_faults(
-            config.optimizer, config.num_steps * config.batch.updates_per_step
-        ),
+        lambda: optimizer_faults(config),
         lambda: _data_faults(config),
         lambda: _path_faults(config),
     )
@@ -173,35 +170,6 @@ def _batch_section_faults(config: Config, world: int) -> Iterator[str]:
     )
 
 
-def _algorithm_faults(algorithm: AlgorithmSection, samples: int) -> Iterator[str]:
-    if samples < 2:
-        yield (
-            f"batch.samples_per_prompt: must be at least 2, is {samples}: "
-            f"{algorithm.name} compares the answers to one prompt with each other"
-        )
-    kl = algorithm.kl
-    if kl.place == "off" and kl.coef is not None:
-        yield (
-            f"algorithm.kl.coef: {kl.coef} has no effect while algorithm.kl.place is off; "
-            "leave it out, or set place to loss or reward"
-        )
-    if kl.place != "off" and kl.coef is None:
-        yield (
-            f"algorithm.kl.coef: must be given while algorithm.kl.place is {kl.place}, e.g. 0.001"
-        )
-    if algorithm.aggregation != "fixed-length" and algorithm.fixed_length_tokens is not None:
-        yield (
-            f"algorithm.fixed_length_tokens: {algorithm.fixed_length_tokens} has no effect while "
-            f"algorithm.aggregation is {algorithm.aggregation}; leave it out, or set aggregation "
-            "to fixed-length"
-        )
-    if algorithm.dual_clip is not None and algorithm.dual_clip <= 1 + algorithm.clip_high:
-        yield (
-            f"algorithm.dual_clip: {algorithm.dual_clip} must be above 1 + clip_high = "
-            f"{1 + algorithm.clip_high}, e.g. 3"
-        )
-
-
 def sampling_faults(sampling: SamplingSection) -> Iterator[str]:
     """Trainer and engine must give a token the same probability: that of the full distribution."""
     if sampling.temperature == 0:
@@ -281,21 +249,6 @@ def _memory_faults(config: Config, shape: ModelShape) -> Iterator[str]:
         yield (
             f"rollout.kv_tokens: the KV cache of {kv} tokens, {cache / 2**30:.0f} GiB, {limit}; "
             "lower it"
-        )
-
-
-def _optimizer_faults(optimizer: OptimizerSection, num_updates: int) -> Iterator[str]:
-    if optimizer.min_lr > optimizer.lr:
-        yield f"optimizer.min_lr: {optimizer.min_lr} must be at most optimizer.lr={optimizer.lr}"
-    if optimizer.min_lr and optimizer.decay == "constant":
-        yield (
-            f"optimizer.min_lr: {optimizer.min_lr} has no effect while optimizer.decay is "
-            "constant; leave it out, or set decay to linear or cosine"
-        )
-    if optimizer.warmup_steps >= num_updates:
-        yield (
-            f"optimizer.warmup_steps: {optimizer.warmup_steps} must be below the run's "
-            f"num_steps*batch.updates_per_step={num_updates} updates"
         )
 
 

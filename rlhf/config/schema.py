@@ -180,8 +180,24 @@ class KLSection(Section):
     """Factor of the penalty; needed unless place is off."""
 
 
+class GAESection(Section):
+    """Generalised advantage estimation (arXiv:1506.02438), of ppo."""
+
+    gamma: Fraction = 1.0
+    """Discount of a reward per trained token."""
+    lam: Fraction = 0.95
+    """lambda: 1 = return minus value, 0 = one step ahead."""
+    bootstrap_truncated: bool = False
+    """An answer cut off by max_new_tokens is worth the critic's value of where it stands; off: it
+    ends there for good."""
+    whiten: bool = True
+    """Advantages of a step to mean 0 and variance 1, over the trained tokens of all ranks."""
+
+
 class AlgorithmSection(Section):
-    name: Literal["grpo"] = "grpo"
+    name: Literal["grpo", "ppo"] = "grpo"
+    """grpo: an answer against the others to its prompt. ppo: each token against a critic's value
+    (needs the section critic)."""
     clip_low: Fraction = 0.2
     clip_high: NonNegative = 0.28
     """Clip-higher (DAPO, arXiv:2503.14476): ratio is clipped to [1 - clip_low, 1 + clip_high]."""
@@ -196,6 +212,7 @@ class AlgorithmSection(Section):
     """Divisor per sequence of fixed-length aggregation; empty: rollout.sampling.max_new_tokens."""
     entropy_coef: NonNegative = 0.0
     kl: KLSection = KLSection()
+    gae: GAESection = GAESection()
     skip_zero_signal: bool = True
     """Leave out groups whose advantages are all zero (no gradient without KL and entropy terms)."""
 
@@ -219,6 +236,31 @@ class OptimizerSection(Section):
     weight_decay: NonNegative = 0.0
     clip_grad: NonNegative = 1.0
     """Largest global gradient norm; 0 = off."""
+
+
+class CriticSection(Section):
+    """The model that values each state; of ppo. Needs as much memory as the actor."""
+
+    path: Text | None = None
+    """HF folder that it starts from, of the actor's tokenizer; empty: model.path. The head of a
+    sequence classifier with one label (score.weight) is taken, otherwise it is new."""
+    head_std: NonNegative = 0.0
+    """Standard deviation of a new head's weights, drawn from the run's seed; 0: zeros."""
+    optimizer: OptimizerSection
+    """Its own, with its own schedule over all steps."""
+    warmup_steps: Count = 0
+    """Steps at the start in which only the critic learns."""
+    value_clip: PositiveFloat | None = 0.2
+    """The loss sees a value no further than this from the one before the update; empty: off."""
+
+
+class RewardModelSection(Section):
+    """A frozen sequence classifier with one label that scores whole answers, beside the rules."""
+
+    path: Text
+    """HF folder, of the actor's tokenizer."""
+    weight: Float = 1.0
+    """score = rule + weight * the classifier's number at the answer's last token."""
 
 
 class CheckpointSection(Section):
@@ -274,6 +316,11 @@ class Config(Section):
     algorithm: AlgorithmSection = AlgorithmSection()
     batch: BatchSection
     optimizer: OptimizerSection
+    """Of the actor."""
+    critic: CriticSection | None = None
+    """Needed by ppo, refused otherwise."""
+    reward_model: RewardModelSection | None = None
+    """Empty: the rules of the data sources alone score."""
     checkpoint: CheckpointSection = CheckpointSection()
     eval: EvalSection = EvalSection()
     track: TrackSection = TrackSection()

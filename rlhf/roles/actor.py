@@ -30,13 +30,16 @@ class Actor:
         optimizer: Optimizer,
         loss_fn: LossFn,
         temperature: float,
+        first_step: int,
         gate: PhaseGate,
         on_update: Updates,
     ) -> None:
+        """``first_step``: the step of its first update; before, the critic learns alone."""
         self.model = model
         self.optimizer = optimizer
         self._loss_fn = loss_fn
         self._temperature = temperature
+        self._first_step = first_step
         self._gate = gate
         self._on_update = on_update
 
@@ -59,7 +62,9 @@ class Actor:
             return logprobs(self.model, batch.microbatches(), self._temperature)
 
     def update(self, minibatch: Batch, step: int) -> None:
-        """One optimizer step. Collective over all ranks."""
+        """One optimizer step, none before the first step. Collective over all ranks."""
+        if step < self._first_step:
+            return
         with self._gate.phase(Phase.UPDATE, step, "actor"):
             stats = train(
                 self.model,

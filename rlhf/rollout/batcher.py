@@ -13,8 +13,7 @@ from rlhf.dist.gate import PhaseGate
 from rlhf.dist.groups import PhaseGroup
 from rlhf.dist.layout import TrainLayout
 from rlhf.packing import Budget, Schedule, SequenceCost, schedule_microbatches
-from rlhf.rollout.collect import Rollout
-from rlhf.types import Batch, Phase, Trajectory, TrajectoryFacts
+from rlhf.types import Batch, Phase, Rollout, Trajectory, TrajectoryFacts
 
 BYTES_PER_TOKEN = 4 + 1 + 4 + 4
 
@@ -100,9 +99,29 @@ class Batcher:
                 self._budget,
                 self._cost,
             )
-            dp_rank = self._layout.coord(self._group.world.rank).dp
-            mine = self._exchange(rollout, plan)
-            return assemble(plan, dp_rank, mine, self._budget, self._device)
+            return self._assemble(rollout, plan)
+
+    def pack_all(self, rollout: Rollout) -> Batch:
+        """Every trajectory, once and without credit, for a role that only looks at it.
+
+        Within the phase of that role. Collective over all ranks (one exchange of bytes).
+        """
+        facts = rollout.facts
+        local = schedule_microbatches(
+            [f.num_tokens for f in facts],
+            self._layout.dp,
+            self._budget,
+            self._cost,
+            [f.group for f in facts],
+        )
+        schedule = [[[facts[k].index for k in micro] for micro in micros] for micros in local]
+        nothing = dict.fromkeys((f.index for f in facts), 0.0)
+        return self._assemble(rollout, BatchPlan((schedule,), nothing, nothing))
+
+    def _assemble(self, rollout: Rollout, plan: BatchPlan) -> Batch:
+        dp_rank = self._layout.coord(self._group.world.rank).dp
+        mine = self._exchange(rollout, plan)
+        return assemble(plan, dp_rank, mine, self._budget, self._device)
 
     def _exchange(self, rollout: Rollout, plan: BatchPlan) -> dict[int, Trajectory]:
         me, size = self._group.world.rank, self._group.world.size

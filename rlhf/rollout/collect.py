@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,7 +13,16 @@ from rlhf.dist.gate import PhaseGate
 from rlhf.dist.groups import PhaseGroup
 from rlhf.dist.layout import RolloutLayout
 from rlhf.rollout.engine import Completion, RolloutEngine, SampleRequest
-from rlhf.types import Phase, Prompt, Score, Status, Trajectory, TrajectoryFacts
+from rlhf.types import (
+    Phase,
+    Prompt,
+    Rollout,
+    Sample,
+    Score,
+    Status,
+    Trajectory,
+    TrajectoryFacts,
+)
 
 
 class Scorer(Protocol):
@@ -37,28 +46,6 @@ class Sampling:
     top_k: int
     max_new_tokens: int
     stop_token_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """An answer to look at."""
-
-    prompt: str
-    answer: str
-    expected: str
-    value: float
-
-
-@dataclass(frozen=True, slots=True)
-class Rollout:
-    """One phase's result: facts of all trajectories everywhere, tokens on their owner.
-
-    ``facts`` is sorted by index; index = prompt * samples_per_prompt + sample.
-    """
-
-    facts: tuple[TrajectoryFacts, ...]
-    trajectories: Mapping[int, Trajectory]
-    samples: tuple[Sample, ...]
 
 
 def request_seed(run_seed: int, step: int, prompt_uid: str, occurrence: int, sample: int) -> int:

@@ -19,6 +19,7 @@ from pydantic import create_model
 
 from rlhf.algorithms.advantages import group_credits
 from rlhf.algorithms.aggregate import token_weights, weighted_sum
+from rlhf.algorithms.gae import WHITEN_EPS, gae, last_trained, whiten, whiten_sums
 from rlhf.algorithms.losses import kl_estimate, policy_loss
 from rlhf.checkpoint import COMPLETE, complete_steps, select_delete, select_resume
 from rlhf.config.check import batch_faults, sampling_faults
@@ -307,6 +308,39 @@ def group_advantage(case: Case) -> Case:
     return {"advantages": credits}
 
 
+def gae_(case: Case) -> Case:
+    mask = torch.tensor(case["mask"]).bool()
+    rewards, values = _floats(case["rewards"]), _floats(case["values"])
+    advantages = gae(
+        rewards,
+        values,
+        mask,
+        torch.arange(len(mask)),
+        gamma=case["gamma"],
+        lam=case["lam"],
+        end_values=torch.full(mask.shape, case["bootstrap_value"]),
+    )
+    returns = torch.where(mask, advantages + values, 0.0)
+    return {"advantages": advantages.tolist(), "returns": returns.tolist()}
+
+
+def terminal_reward_index(case: Case) -> Case:
+    mask = torch.tensor(case["mask"]).bool()
+    last = last_trained(mask, torch.arange(len(mask)))
+    rewards = torch.where(last, case["score"], 0.0)
+    return {"index": int(last.nonzero()), "token_rewards": rewards.tolist()}
+
+
+def global_whiten(case: Case) -> Case:
+    """Every shard adds its sums, an empty one too, and applies the whole."""
+    assert (case["ddof"], case["eps"]) == (1, WHITEN_EPS)
+    shards = [_floats(shard) for shard in case["shards"]]
+    masks = [torch.tensor(mask).bool() for mask in case["masks"]]
+    pairs = list(zip(shards, masks, strict=True))
+    sums = torch.stack([whiten_sums(x, mask) for x, mask in pairs]).sum(0)
+    return {"whitened": [whiten(x, mask, sums).tolist() for x, mask in pairs]}
+
+
 def ppo_token_loss(case: Case) -> Case:
     loss = policy_loss(
         torch.tensor([case["ratio"]]).log(),
@@ -399,6 +433,9 @@ OPS: dict[str, Callable[[Case], Case]] = {
     "group_advantage": group_advantage,
     "loss_aggregate": loss_aggregate,
     "ppo_token_loss": ppo_token_loss,
+    "gae": gae_,
+    "terminal_reward_index": terminal_reward_index,
+    "global_whiten": global_whiten,
     "pack_schedule": pack_schedule,
     "ckpt_resume_select": ckpt_resume_select,
     "ckpt_retention": ckpt_retention,
@@ -432,13 +469,7 @@ WAITING: dict[str, tuple[str, ...]] = {
         "slurm_rank_env",
         "port_plan",
     ),
-    "more algorithms: critic, leave-one-out, whitening, length penalty": (
-        "gae",
-        "terminal_reward_index",
-        "global_whiten",
-        "rloo_advantage",
-        "overlong_penalty",
-    ),
+    "more algorithms: leave-one-out, length penalty": ("rloo_advantage", "overlong_penalty"),
     "context parallelism": ("cp_invariance", "cp_zigzag"),
     "mixture-of-experts families and the layouts of large models": (
         "biased_topk",

@@ -99,8 +99,24 @@ def make_tiny(
         family: llama, qwen2, qwen3, qwen3_moe, deepseek_v3 (with YaRN), glm4_moe, or moonlight
             (deepseek_v3 without a latent query and YaRN).
     """
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
+
+    return _write(folder, AutoModelForCausalLM, _config(family, tied, overrides), seed)
+
+
+def make_tiny_classifier(
+    folder: Path | str, family: str, *, seed: int = 0, num_labels: int = 1, **overrides: Any
+) -> Path:
+    """The same as a sequence classifier: a reward model, or what a critic starts from."""
+    from transformers import AutoModelForSequenceClassification
+
+    config = _config(family, None, overrides)
+    config.num_labels = num_labels
+    return _write(folder, AutoModelForSequenceClassification, config, seed)
+
+
+def _config(family: str, tied: bool | None, overrides: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
 
     settings: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
@@ -121,10 +137,16 @@ def make_tiny(
     kind = "deepseek_v3" if family == "moonlight" else family
     config = AutoConfig.for_model(kind, **settings)
     config.initializer_range = 0.08
+    return config
+
+
+def _write(folder: Path | str, auto_class: Any, config: Any, seed: int) -> Path:
+    import torch
+
     state = torch.get_rng_state()
     try:
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = auto_class.from_config(config, dtype=torch.float32)
         for name, parameter in (*model.named_parameters(), *model.named_buffers()):
             if "norm" in name:
                 parameter.data.normal_(1.0, 0.1)

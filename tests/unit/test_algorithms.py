@@ -25,6 +25,11 @@ def tensor(*values: float) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float32)
 
 
+def alone(sums: torch.Tensor) -> torch.Tensor:
+    """The sum over all replicas where there is one."""
+    return sums
+
+
 def facts(*scores: float, group_size: int = 2) -> list[TrajectoryFacts]:
     return [
         TrajectoryFacts(
@@ -263,7 +268,7 @@ def batch(kl: list[float]) -> Batch:
 
 
 def test_kl_in_reward_lowers_what_led_to_it_and_nothing_else():
-    algorithm = Algorithm(section(kl={"place": "reward", "estimator": "k1", "coef": 0.5}), 8)
+    algorithm = Algorithm(section(kl={"place": "reward", "estimator": "k1", "coef": 0.5}), 8, alone)
     kl = [9.0, 1.0, 2.0, 9.0, 0.0, 4.0, 9.0, 9.0]
     advantages = algorithm.assign_advantages(batch(kl)).advantages
     assert advantages.tolist() == pytest.approx([0, -0.5, 0, 0, -3, -3, 0, 0])
@@ -272,7 +277,7 @@ def test_kl_in_reward_lowers_what_led_to_it_and_nothing_else():
 def test_without_kl_in_reward_advantages_are_the_credits():
     plain = batch([1.0] * 8)
     for kl in ({}, {"kl": {"place": "loss", "coef": 1.0}}):
-        advantages = Algorithm(section(**kl), 8).assign_advantages(plain).advantages
+        advantages = Algorithm(section(**kl), 8, alone).assign_advantages(plain).advantages
         assert torch.equal(advantages, plain.credits)
 
 
@@ -287,14 +292,14 @@ def test_without_kl_in_reward_advantages_are_the_credits():
     ],
 )
 def test_only_what_has_no_gradient_is_left_out(changes, kept):
-    algorithm = Algorithm(section(**changes), 8)
+    algorithm = Algorithm(section(**changes), 8, alone)
     step = facts(1, 1, 0, 1)
     assert algorithm.keep(step, algorithm.credits(step)) == kept
 
 
 def test_loss_is_the_sum_of_its_terms_and_its_sums_add_up_to_means():
     algorithm = Algorithm(
-        section(entropy_coef=0.1, dual_clip=3.0, kl={"place": "loss", "coef": 0.01}), 8
+        section(entropy_coef=0.1, dual_clip=3.0, kl={"place": "loss", "coef": 0.01}), 8, alone
     )
     torch.manual_seed(0)
     n = 12
@@ -344,7 +349,7 @@ def test_loss_is_the_sum_of_its_terms_and_its_sums_add_up_to_means():
 
 
 def test_an_update_without_tokens_has_zero_loss_a_gradient_and_no_metrics():
-    algorithm = Algorithm(section(), 8)
+    algorithm = Algorithm(section(), 8, alone)
     now = torch.zeros(0, requires_grad=True)
     empty = dict.fromkeys(("old_logprobs", "advantages", "loss_weights"), torch.zeros(0))
     loss, sums = algorithm.loss_fn(now, torch.zeros(0), empty)
@@ -354,11 +359,11 @@ def test_an_update_without_tokens_has_zero_loss_a_gradient_and_no_metrics():
 
 
 def test_fixed_length_divides_by_the_answer_limit_unless_told():
-    assert Algorithm(section(aggregation="fixed-length"), 8).loss_weights({3: 2, 5: 4}) == {
+    assert Algorithm(section(aggregation="fixed-length"), 8, alone).loss_weights({3: 2, 5: 4}) == {
         3: 1 / 16,
         5: 1 / 16,
     }
-    told = Algorithm(section(aggregation="fixed-length", fixed_length_tokens=5), 8)
+    told = Algorithm(section(aggregation="fixed-length", fixed_length_tokens=5), 8, alone)
     assert told.loss_weights({3: 2, 5: 0}) == {3: 1 / 5, 5: 1 / 5}
 
 

@@ -68,9 +68,16 @@ def check(*overrides: str, world: int = 2, **changes: Any) -> None:
     check_config(config, shape(**changes), world, "small.yaml")
 
 
+PPO = ("algorithm.name=ppo", "critic.optimizer.lr=1e-4")
+
+
 @pytest.mark.parametrize("world", [1, 2, 8])
 def test_the_plain_configuration_holds(world):
     check(world=world)
+
+
+def test_ppo_needs_no_second_answer_to_a_prompt():
+    check(*PPO, "batch.samples_per_prompt=1", "batch.updates_per_step=1", "critic.warmup_steps=2")
 
 
 @pytest.mark.parametrize(
@@ -108,6 +115,30 @@ def test_the_plain_configuration_holds(world):
             ["algorithm.fixed_length_tokens=9"],
             1,
             ["algorithm.fixed_length_tokens: 9 has no effect"],
+        ),
+        (["algorithm.gae.lam=0.9"], 1, ["algorithm.gae.lam: 0.9 has no effect", "name is grpo"]),
+        (["critic.optimizer.lr=1"], 1, ["critic: has no effect while algorithm.name is grpo"]),
+        (["algorithm.name=ppo"], 1, ["critic: must be given while algorithm.name is ppo"]),
+        (
+            [*PPO, "algorithm.skip_zero_signal=false"],
+            1,
+            ["algorithm.skip_zero_signal: False has no effect while algorithm.name is ppo"],
+        ),
+        ([*PPO, "critic.warmup_steps=4"], 1, ["critic.warmup_steps: 4 must be below num_steps=4"]),
+        (
+            [*PPO, "critic.warmup_steps=2", "optimizer.warmup_steps=4"],
+            1,
+            ["optimizer.warmup_steps: 4 must be below its 4 updates"],
+        ),
+        (
+            [*PPO, "critic.optimizer.warmup_steps=8"],
+            1,
+            ["critic.optimizer.warmup_steps: 8 must be below its 8 updates"],
+        ),
+        (
+            [*PPO, "critic.optimizer.min_lr=1"],
+            1,
+            ["critic.optimizer.min_lr: 1.0 must be at most critic.optimizer.lr=0.0001"],
         ),
         (["algorithm.dual_clip=1.1"], 1, ["algorithm.dual_clip: 1.1 must be above", "1.28"]),
         (["rollout.sampling.temperature=0"], 1, ["rollout.sampling.temperature: must be above 0"]),

@@ -33,7 +33,18 @@ FLOORS = [
     {"planner", "memory", "mcore", "reshard", "preflight", "weights.export"},
     {"roles", "rollout"},
     {"loop", "evaluate", "run", "ending", "ground", "checkpoint", "recorder", "flow"},
-    {"builder", "parts", "launch", "train", "cli", "bench", "convert", "doctor", "state"},
+    {
+        "builder",
+        "parts",
+        "role_parts",
+        "launch",
+        "train",
+        "cli",
+        "bench",
+        "convert",
+        "doctor",
+        "state",
+    },
 ]
 """Lowest first; the longest matching name decides."""
 

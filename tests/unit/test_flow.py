@@ -11,7 +11,7 @@ from rlhf.config.load import load_text
 from rlhf.config.schema import Config
 from rlhf.flow import stages
 from rlhf.types import Phase
-from tests.unit.test_config_check import SMALL
+from tests.unit.test_config_check import PPO, SMALL
 
 
 def _table():
@@ -24,12 +24,20 @@ def _table():
     return out
 
 
+ROLES = {
+    "grpo": [],
+    "grpo with a reward model": ["reward_model.path=somewhere"],
+    "ppo": PPO,
+    "ppo that values cut-off answers": [*PPO, "algorithm.gae.bootstrap_truncated=true"],
+}
+
+
+@pytest.mark.parametrize("case", ROLES)
 @pytest.mark.parametrize("kl", ["off", "loss", "reward"])
-def test_the_flow_agrees_with_the_table_of_records(kl):
+def test_the_flow_agrees_with_the_table_of_records(kl, case):
     coef = "null" if kl == "off" else "0.1"
-    config = load_text(
-        Config, SMALL, "x", [f"algorithm.kl.place={kl}", f"algorithm.kl.coef={coef}"]
-    )
+    settings = [f"algorithm.kl.place={kl}", f"algorithm.kl.coef={coef}", *ROLES[case]]
+    config = load_text(Config, SMALL, "x", settings)
     table, roles = _table(), {"all ranks": "batching", config.algorithm.name: "algorithm"}
     written = {"prompts"}
     for stage in stages(config):
@@ -47,4 +55,8 @@ def test_the_flow_agrees_with_the_table_of_records(kl):
             readers = table[name][1]
             assert reader in readers or "roles" in readers, (name, reader)
     assert ("ref_logprobs" in written) == (kl != "off")
+    assert ({"values", "returns", "critic weights"} <= written) == case.startswith("ppo")
+    assert ("end_values" in written) == ("cut-off" in case)
+    who = [stage.who for stage in stages(config)]
+    assert ("reward_model" in who) == ("reward model" in case)
     assert {"old_logprobs", "advantages", "credits", "loss_weights"} <= written

@@ -1,10 +1,17 @@
-"""A loop is looked for before any rank is started."""
+"""A loop, and the folders of value models, are looked at before any rank is started."""
 
 from __future__ import annotations
 
 import pytest
 
-from rlhf.preflight import check_loop
+from rlhf.config.faults import ConfigError
+from rlhf.config.load import load_text
+from rlhf.config.schema import Config
+from rlhf.dist.layout import TrainLayout
+from rlhf.preflight import check_loop, check_value_models
+from rlhf.weights.model_shape import load_model_shape
+from tests.helpers.tiny_models import make_tiny, make_tiny_classifier
+from tests.unit.test_config_check import PPO, SMALL
 
 LOOP = """
 import megatron_of_another_machine
@@ -45,3 +52,39 @@ def test_a_loop_that_is_not_there_is_named(tmp_path, monkeypatch, spec, words):
     (tmp_path / "torn.py").write_text("def train(")
     with pytest.raises(ValueError, match=f"--loop {spec}: .*{words}"):
         check_loop(spec)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["reward_model.path={causal}"], ["reward_model.path: ", "must be a sequence classifier"]),
+        (["reward_model.path={other}"], ["reward_model.path: ", "vocabulary of 300", "of 512"]),
+        (["critic.path={other}"], ["critic.path: ", "vocabulary of 300", "of 512"]),
+        (["critic.path=nowhere"], ["critic.path: ", "nowhere", "no config.json"]),
+        (["reward_model.path={short}"], ["reward_model.path: ", "16 positions", "are 72"]),
+        (["reward_model.path={classifier}", "train.pp=8"], ["reward_model.path: ", "4"]),
+    ],
+)
+def test_a_value_model_that_cannot_run_beside_the_actor_is_refused(overrides, words, tmp_path):
+    folders = {
+        "causal": make_tiny(tmp_path / "causal", "llama"),
+        "classifier": make_tiny_classifier(tmp_path / "classifier", "llama"),
+        "other": make_tiny_classifier(tmp_path / "other", "llama", vocab_size=300),
+        "short": make_tiny_classifier(tmp_path / "short", "llama", max_position_embeddings=16),
+    }
+    settings = [*PPO, *(o.format(**folders) for o in overrides)]
+    config = load_text(Config, SMALL, "x", settings)
+    layout = TrainLayout(config.train.pp, pp=config.train.pp)
+    actor = load_model_shape(folders["causal"])
+    with pytest.raises(ConfigError) as error:
+        check_value_models(config, actor, layout)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_a_critic_from_a_language_model_or_a_classifier_may_run(tmp_path):
+    causal = make_tiny(tmp_path / "causal", "llama")
+    classifier = make_tiny_classifier(tmp_path / "classifier", "qwen3")  # another family, even
+    actor = load_model_shape(causal)
+    for folder in (causal, classifier):
+        settings = [*PPO, f"critic.path={folder}", f"reward_model.path={classifier}"]
+        check_value_models(load_text(Config, SMALL, "x", settings), actor, TrainLayout(2, tp=2))

@@ -1,0 +1,115 @@
+"""The roles of a run: models on one grid, each loaded from its folder."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from rlhf.algorithms.algorithm import Algorithm
+from rlhf.algorithms.values import critic_loss
+from rlhf.dist.replicas import Replicas
+from rlhf.ground import Ground, Plan
+from rlhf.mcore.model import TrainModel, build_model
+from rlhf.mcore.optimizer import build_optimizer
+from rlhf.mcore.value_head import draw_head
+from rlhf.recorder import Recorder
+from rlhf.roles.actor import Actor
+from rlhf.roles.critic import Critic, NullCritic
+from rlhf.roles.reference import NullReference, Reference
+from rlhf.roles.reward_model import NullRewardModel, RewardModel
+from rlhf.rollout.batcher import Batcher
+from rlhf.weights.families import train_pieces
+from rlhf.weights.hf_checkpoint import load_pieces
+from rlhf.weights.value_model import load_value_model
+
+
+def build_actor(ground: Ground, algorithm: Algorithm, recorder: Recorder) -> Actor:
+    """The policy; it rests while the critic warms up. Collective over all ranks."""
+    config = ground.plan.config
+    rests = config.critic.warmup_steps if config.critic else 0
+    model = _language_model(ground.plan, trainable=True)
+    total = (config.num_steps - rests) * config.batch.updates_per_step
+    actor = Actor(
+        model=model,
+        optimizer=build_optimizer(model, config.optimizer, total),
+        loss_fn=algorithm.loss_fn,
+        temperature=config.rollout.sampling.temperature,
+        first_step=rests,
+        gate=ground.gate,
+        on_update=recorder.add_update,
+    )
+    ground.gate.on_enter(actor.enter)
+    return actor
+
+
+def build_reference(ground: Ground, algorithm: Algorithm) -> Reference | NullReference:
+    """The actor's first weights, frozen, if the algorithm asks for them. Collective."""
+    if not algorithm.needs_reference:
+        return NullReference()
+    return Reference(
+        model=_language_model(ground.plan, trainable=False),
+        temperature=ground.plan.config.rollout.sampling.temperature,
+        gate=ground.gate,
+    )
+
+
+def build_critic(ground: Ground, recorder: Recorder) -> Critic | NullCritic:
+    """The critic of an algorithm that has one. Collective over all ranks."""
+    config = ground.plan.config
+    section = config.critic
+    if section is None:
+        return NullCritic()
+    model = _value_model(
+        ground.plan,
+        section.path or config.model.path,
+        trainable=True,
+        needs_head=False,
+        head_std=section.head_std,
+    )
+    total = config.num_steps * config.batch.updates_per_step
+    critic = Critic(
+        model=model,
+        optimizer=build_optimizer(model, section.optimizer, total),
+        loss_fn=partial(critic_loss, clip=section.value_clip),
+        values_ends=config.algorithm.gae.bootstrap_truncated,
+        gate=ground.gate,
+        on_update=recorder.add_critic_update,
+    )
+    ground.gate.on_enter(critic.enter)
+    return critic
+
+
+def build_reward_model(ground: Ground, batcher: Batcher) -> RewardModel | NullRewardModel:
+    """The frozen classifier that a configuration names. Collective over all ranks."""
+    section = ground.plan.config.reward_model
+    if section is None:
+        return NullRewardModel()
+    return RewardModel(
+        model=_value_model(ground.plan, section.path, trainable=False, needs_head=True),
+        weight=section.weight,
+        pack=batcher.pack_all,
+        gather=ground.group.gather,
+        speaks=Replicas(ground.plan.train, ground.group).speaks,
+        gate=ground.gate,
+    )
+
+
+def _language_model(plan: Plan, *, trainable: bool) -> TrainModel:
+    config = plan.config
+    model = build_model(plan.shape, plan.train, config.model, config.train, trainable=trainable)
+    pieces = train_pieces(plan.shape, plan.train, plan.world.rank)
+    load_pieces(config.model.path, pieces, model.params)
+    return model
+
+
+def _value_model(
+    plan: Plan, folder: str, *, trainable: bool, needs_head: bool, head_std: float = 0.0
+) -> TrainModel:
+    config = plan.config
+    source = load_value_model(folder, needs_head=needs_head)
+    model = build_model(
+        source.shape, plan.train, config.model, config.train, trainable=trainable, head="values"
+    )
+    load_pieces(folder, source.pieces(plan.train, plan.world.rank), model.params)
+    if not source.has_head:
+        draw_head(model.params, head_std, config.seed)
+    return model
