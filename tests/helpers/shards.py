@@ -43,8 +43,23 @@ def cut(
     return out
 
 
-def dummy_engine(shapes: Mapping[str, Sequence[int]], dtype: torch.dtype) -> nn.Module:
-    """A module with an engine's parameter names and shapes, filled with NaN."""
+def dtypes_of(pieces: Sequence[Piece], dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Parameter -> dtype, in a model of ``dtype``."""
+    import torch
+
+    return {p.param: getattr(torch, p.dtype) if p.dtype else dtype for p in pieces}
+
+
+def dummy_engine(
+    shapes: Mapping[str, Sequence[int]],
+    dtype: torch.dtype,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+) -> nn.Module:
+    """A module with an engine's parameter names and shapes, filled with NaN.
+
+    Args:
+        dtypes: of parameters that are not of ``dtype``.
+    """
     import torch
     from torch import nn
 
@@ -56,6 +71,6 @@ def dummy_engine(shapes: Mapping[str, Sequence[int]], dtype: torch.dtype) -> nn.
             if part not in module._modules:
                 module.add_module(part, nn.Module())
             module = module.get_submodule(part)
-        value = torch.full(tuple(shape), float("nan"), dtype=dtype)
+        value = torch.full(tuple(shape), float("nan"), dtype=(dtypes or {}).get(name, dtype))
         module.register_parameter(leaf, nn.Parameter(value, requires_grad=False))
     return root

@@ -97,6 +97,28 @@ def test_only_the_needed_files_are_opened(sharded):
     _load(folder, layout, 0)
 
 
+def test_nothing_of_absent_experts_is_read(tmp_path):
+    """A rank with the first half of the experts works while the other half is unreadable."""
+    shape = make_shape("deepseek_v3")
+    full = coded_tensors(full_shapes(shape), torch.float32)
+    late = [n for n in full if ".experts." in n and int(n.split(".")[5]) >= 6]
+    write_tensors(tmp_path / "early.safetensors", {n: full[n] for n in full if n not in late})
+    (tmp_path / "late.safetensors").write_bytes(b"not a safetensors file")
+    files = dict.fromkeys(full, "early.safetensors") | dict.fromkeys(late, "late.safetensors")
+    write_index(tmp_path, files, 0)
+    for rank in (0, 1):
+        pieces = train_pieces(shape, TrainLayout(2, ep=2), rank)
+        shapes = train_param_shapes(shape, TrainLayout(2, ep=2), rank)
+        params = {n: torch.zeros(s) for n, s in shapes.items()}
+        if rank == 1:
+            with pytest.raises(ValueError, match=r"late\.safetensors: .* may be incomplete"):
+                load_pieces(tmp_path, pieces, params)
+            continue
+        load_pieces(tmp_path, pieces, params)
+        wanted = cut(full, pieces, shapes)
+        assert all(torch.equal(params[n], wanted[n].clamp(min=0)) for n in wanted)
+
+
 def test_the_index_check_passes_a_whole_checkpoint(sharded):
     index = check_index(sharded[0], full_shapes(SHAPE))
     assert set(index.files.values()) == {"model-1.safetensors", "model-2.safetensors"}

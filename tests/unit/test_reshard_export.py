@@ -6,6 +6,7 @@ import json
 import math
 import threading
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -19,7 +20,17 @@ from rlhf.weights.hf_checkpoint import check_index, load_pieces
 from rlhf.weights.model_shape import load_model_shape
 from tests.helpers.movers import in_threads, no_poll
 from tests.helpers.shapes import make_shape
+from tests.helpers.shards import dtypes_of
 from tests.helpers.tiny_models import make_tiny
+
+EXPERT_LAYOUTS = (
+    TrainLayout(1),
+    TrainLayout(2, tp=2),
+    TrainLayout(2, ep=2),
+    TrainLayout(2, pp=2, vpp=2),
+    TrainLayout(8, tp=2, pp=2, last=1, ep=2, etp=1),
+    TrainLayout(8, tp=2, ep=4, etp=2),
+)
 
 
 class ThreadGather:
@@ -44,9 +55,10 @@ def _exporters(folder, layout, dtype=torch.float32, max_file_bytes=1 << 20):
     shape = load_model_shape(folder)
     hub, meeting, out = LocalHub(layout.world), ThreadGather(layout.world), []
     for rank in range(layout.world):
-        shapes = train_param_shapes(shape, layout, rank)
-        params = {n: torch.zeros(s, dtype=dtype) for n, s in shapes.items()}
-        load_pieces(folder, train_pieces(shape, layout, rank), params)
+        shapes, pieces = (f(shape, layout, rank) for f in (train_param_shapes, train_pieces))
+        dtypes = dtypes_of(pieces, dtype)
+        params = {n: torch.zeros(s, dtype=dtypes[n]) for n, s in shapes.items()}
+        load_pieces(folder, pieces, params)
         out.append(
             Exporter(
                 shape=shape,
@@ -73,7 +85,8 @@ def models(tmp_path_factory):
     return {
         "llama": make_tiny(root / "llama", "llama", vocab_size=509),
         "qwen2": make_tiny(root / "qwen2", "qwen2", tied=True),
-        "qwen3": make_tiny(root / "qwen3", "qwen3"),
+        **{f: make_tiny(root / f, f) for f in ("qwen3", "qwen3_moe", "deepseek_v3", "moonlight")},
+        "glm4_moe": make_tiny(root / "glm4_moe", "glm4_moe", vocab_size=509),
     }
 
 
@@ -85,6 +98,7 @@ def models(tmp_path_factory):
         ("qwen2", TrainLayout(4, tp=2, pp=2, first=1)),
         ("qwen3", TrainLayout(4, tp=2)),
         ("qwen3", TrainLayout(2, pp=2, vpp=2)),
+        *product(("qwen3_moe", "deepseek_v3", "moonlight", "glm4_moe"), EXPERT_LAYOUTS),
     ],
 )
 def test_load_then_export_is_the_identity(family, layout, models, tmp_path):
@@ -117,6 +131,19 @@ def test_the_folder_is_complete_and_says_its_dtype(models, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert tokenizer("1+2").input_ids == AutoTokenizer.from_pretrained(source)("1+2").input_ids
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf"]
+
+
+def test_an_expert_bias_stays_float32_in_a_bfloat16_folder(models, tmp_path):
+    source = models["deepseek_v3"]
+    _export(_exporters(source, TrainLayout(2, ep=2), torch.bfloat16), tmp_path / "hf", source)
+    before = load_file(source / "model.safetensors")
+    (path,) = (tmp_path / "hf").glob("*.safetensors")
+    after = load_file(path)
+    for name, tensor in before.items():
+        dtype = torch.float32 if name.endswith("e_score_correction_bias") else torch.bfloat16
+        assert after[name].dtype is dtype and torch.equal(after[name], tensor.to(dtype)), name
+    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in after.values())
 
 
 def test_an_export_replaces_the_one_before(models, tmp_path):

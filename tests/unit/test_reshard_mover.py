@@ -23,7 +23,7 @@ from rlhf.weights.families import (
 )
 from tests.helpers.movers import in_threads, no_poll
 from tests.helpers.shapes import make_shape, rollout_layouts, shapes, train_layouts
-from tests.helpers.shards import coded_tensors, cut
+from tests.helpers.shards import coded_tensors, cut, dtypes_of
 
 
 def _sides(shape, train, rollout):
@@ -78,22 +78,27 @@ def test_every_element_arrives_with_its_value(data):
         assert mover.staging_bytes <= 3 * area_bytes
 
 
-def test_bytes_travel_in_the_destination_dtype():
-    shape = make_shape()
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "glm4_moe"])
+def test_bytes_travel_in_the_destination_dtype(family):
+    shape = make_shape(family)
     source, destination = _sides(shape, TrainLayout(2, pp=2), RolloutLayout(2, tp=2))
     full = coded_tensors(full_shapes(shape), torch.float32)
     params = [cut(full, *side) for side in source]
     wanted = [cut(full, *side) for side in destination]
-    targets = [{n: torch.zeros_like(t, dtype=torch.bfloat16) for n, t in w.items()} for w in wanted]
+    dtypes = [dtypes_of(pieces, torch.bfloat16) for pieces, _ in destination]
+    targets = [
+        {n: torch.zeros_like(t, dtype=d[n]) for n, t in w.items()}
+        for w, d in zip(wanted, dtypes, strict=True)
+    ]
     movers = _movers(source, destination, params, targets, torch.bfloat16)
     stats = in_threads([partial(m.run, no_poll) for m in movers])
-    half = torch.finfo(torch.bfloat16).bits // 8
-    needed = sum(t.numel() for w in wanted for t in w.values() if (t >= 0).all()) * half
-    assert sum(s.received_bytes + s.local_bytes for s in stats) >= needed
+    elements = [(t >= 0).sum() * d[n].itemsize for w, d in zip(wanted, dtypes, strict=True)
+                for n, t in w.items()]  # fmt: skip
+    assert sum(s.received_bytes + s.local_bytes for s in stats) == sum(elements)
     for got, expected in zip(targets, wanted, strict=True):
         for name, tensor in expected.items():
             real = tensor >= 0
-            assert torch.equal(got[name][real], tensor.to(torch.bfloat16)[real]), name
+            assert torch.equal(got[name][real], tensor.to(got[name].dtype)[real]), name
 
 
 def test_a_second_run_reads_the_parameters_afresh():

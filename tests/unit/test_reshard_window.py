@@ -26,7 +26,7 @@ from rlhf.weights.families import (
 )
 from tests.helpers.movers import in_threads, no_poll
 from tests.helpers.shapes import make_shape
-from tests.helpers.shards import coded_tensors, cut, dummy_engine
+from tests.helpers.shards import coded_tensors, cut, dtypes_of, dummy_engine
 
 TRAIN, ROLLOUT = TrainLayout(1), RolloutLayout(1)
 
@@ -52,7 +52,7 @@ class OneRank:
             dtype=dtype,
             limit_s=limit_s,
         )
-        self.model = dummy_engine(self.shapes, dtype)
+        self.model = dummy_engine(self.shapes, dtype, dtypes_of(self.pieces, dtype))
 
     def load(self, message):
         receiver.load(self.model, [(json.dumps(message), torch.empty(0))])
@@ -72,9 +72,18 @@ class OneRank:
             assert torch.equal(parameter[real], wanted[name].to(parameter.dtype)[real]), name
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_updates_write_live_parameters_in_place(dtype):
-    rank = OneRank(dtype=dtype)
+@pytest.mark.parametrize(
+    "family,dtype",
+    [
+        ("qwen3", torch.float32),
+        ("qwen3", torch.bfloat16),
+        ("deepseek_v3", torch.bfloat16),
+        ("glm4_moe", torch.bfloat16),
+    ],
+)
+def test_updates_write_live_parameters_in_place(family, dtype):
+    """Those that are float32 in a bfloat16 model too, without rounding."""
+    rank = OneRank(make_shape(family), dtype=dtype)
     rank.open()
     pointers = [p.data_ptr() for p in rank.model.parameters()]
     stats = rank.update()
