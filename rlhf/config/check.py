@@ -82,7 +82,7 @@ def _layout_faults(config: Config, shape: ModelShape, world: int) -> Iterator[st
     try:
         layout = train_layout(train, world)
         yield from train_faults(shape, layout)
-        yield from _stage_faults(layout, shape.num_layers)
+        yield from stage_faults(layout, shape.num_layers)
     except LayoutError as error:
         yield from error.faults
     try:
@@ -92,7 +92,7 @@ def _layout_faults(config: Config, shape: ModelShape, world: int) -> Iterator[st
         yield from error.faults
 
 
-def _stage_faults(layout: TrainLayout, layers: int) -> Iterator[str]:
+def stage_faults(layout: TrainLayout, layers: int) -> Iterator[str]:
     """Megatron wants as many layers on each stage, but for the first and the last one."""
     chunks = layout.pp * layout.vpp
     if chunks > layers:

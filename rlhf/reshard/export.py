@@ -24,7 +24,7 @@ from rlhf.reshard.polling import Poll
 from rlhf.reshard.schedule import rank_plan
 from rlhf.reshard.transport import Transport
 from rlhf.weights.families import full_pieces, train_pieces
-from rlhf.weights.hf_checkpoint import is_weight_file, write_index, write_tensors
+from rlhf.weights.hf_checkpoint import check_index, is_weight_file, write_index, write_tensors
 from rlhf.weights.model_shape import ModelShape
 from rlhf.weights.piece import Piece, box_size
 
@@ -142,6 +142,9 @@ class Exporter:
         for path in sorted(source.iterdir()):
             if path.is_file() and not is_weight_file(path.name):
                 shutil.copyfile(path, work / path.name)
+        check_index(
+            work, {name: [n for _, n in piece.region] for name, piece in self._full.items()}
+        )
         _set_dtype(work / "config.json", str(self._dtype).removeprefix("torch."))
         for path in work.iterdir():
             _sync(path)
@@ -153,7 +156,7 @@ class Exporter:
         error = None
         try:
             job()
-        except OSError as failure:
+        except (OSError, ValueError) as failure:
             error = f"{type(failure).__name__}: {failure}"
         errors = [f"rank {r}: {e}" for r, e in enumerate(self._gather(error)) if e is not None]
         if errors:

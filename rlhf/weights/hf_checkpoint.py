@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +65,11 @@ def missing_files(weight_map: Mapping[str, str], present: Iterable[str]) -> list
     return sorted(set(weight_map.values()) - set(present))
 
 
+def missing_tensors(expected: Iterable[str], present: Collection[str]) -> list[str]:
+    """Tensors that a model has and a checkpoint does not, in the order of ``expected``."""
+    return [name for name in expected if name not in present]
+
+
 def read_index(folder: str | Path) -> CheckpointIndex:
     """Find the weight files of ``folder``.
 
@@ -115,7 +120,7 @@ def check_index(folder: str | Path, shapes: Mapping[str, Sequence[int]]) -> Chec
         ValueError: a file or tensor is missing, or has another shape; all faults at once.
     """
     index = read_index(folder)
-    faults = [f"{name} is missing" for name in shapes if name not in index.files]
+    faults = [f"{name} is missing" for name in missing_tensors(shapes, index.files)]
     by_file: dict[str, list[str]] = defaultdict(list)
     for name in shapes:
         if name in index.files:

@@ -186,6 +186,26 @@ def test_a_writer_that_fails_fails_all_ranks_and_leaves_nothing(models, tmp_path
     assert not (tmp_path / "hf2").exists()
 
 
+def test_an_export_without_one_of_the_tensors_is_refused(models, tmp_path):
+    source = models["qwen3"]
+    exporters = _exporters(source, TrainLayout(2, tp=2), max_file_bytes=100_000)
+    for exporter in exporters:
+        exporter.files = exporter.files[:-1]
+    errors = []
+
+    def job(exporter):
+        try:
+            exporter.write(tmp_path / "hf", source, no_poll)
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    in_threads([partial(job, e) for e in exporters])
+    assert len(errors) == 2
+    assert all("left nothing: rank 0: ValueError" in e for e in errors)
+    assert all("lm_head.weight is missing" in e for e in errors)
+    assert not (tmp_path / "hf").exists()
+
+
 def test_files_are_even_and_every_rank_writes_before_any_writes_twice():
     shape = make_shape(num_hidden_layers=16)
     layout = TrainLayout(4, pp=4)
