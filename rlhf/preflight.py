@@ -30,6 +30,16 @@ def check(config: Config, world: int, source: str) -> ModelShape:
     return shape
 
 
+def notes(shape: ModelShape) -> list[str]:
+    """What a user should know of the model although nothing is wrong with it."""
+    if not shape.num_mtp_layers:
+        return []
+    return [
+        f"num_nextn_predict_layers={shape.num_mtp_layers}: layers for multi-token prediction are "
+        "neither trained, served nor exported"
+    ]
+
+
 def check_value_models(
     config: Config, actor: ModelShape, layout: TrainLayout, source: str = "config"
 ) -> None:

@@ -15,7 +15,7 @@ from rlhf.config.schema import Config
 from rlhf.dist.stop import EXIT_STOPPED, Stopper, StopRequested
 from rlhf.dist.world import World, read_world
 from rlhf.ending import end_failed
-from rlhf.preflight import check
+from rlhf.preflight import check, notes
 
 if TYPE_CHECKING:
     from rlhf.run import Run
@@ -30,12 +30,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         world = read_world()
         config = load_config(args.config, args.overrides)
-        check(config, world.size, args.config)
+        shape = check(config, world.size, args.config)
         split_loop(args.loop)
     except (RuntimeError, ValueError) as error:
         if os.environ.get("RANK", "0") == "0":
             print(error, file=sys.stderr)
         return EXIT_USAGE
+    if world.rank == 0:
+        for note in notes(shape):
+            print(f"{config.model.path}: {note}", file=sys.stderr)
     return run_rank(config, world, args.loop, record=not args.no_record)
 
 

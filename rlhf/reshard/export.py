@@ -145,7 +145,7 @@ class Exporter:
         check_index(
             work, {name: [n for _, n in piece.region] for name, piece in self._full.items()}
         )
-        _set_dtype(work / "config.json", str(self._dtype).removeprefix("torch."))
+        _adapt_config(work / "config.json", str(self._dtype).removeprefix("torch."))
         for path in work.iterdir():
             _sync(path)
         _sync(work)
@@ -215,9 +215,14 @@ def _make_empty(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
-def _set_dtype(config: Path, dtype: str) -> None:
-    """Say ``dtype`` under the keys that the config has, old (torch_dtype) or new (dtype)."""
+def _adapt_config(config: Path, dtype: str) -> None:
+    """Say ``dtype`` under the keys that the config has, old (torch_dtype) or new (dtype).
+
+    Layers for multi-token prediction are not exported, so there are none.
+    """
     raw = json.loads(config.read_text(encoding="utf-8"))
+    if raw.get("num_nextn_predict_layers"):
+        raw["num_nextn_predict_layers"] = 0
     for key in [k for k in ("dtype", "torch_dtype") if k in raw] or ["dtype"]:
         raw[key] = dtype
     config.write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")

@@ -8,8 +8,9 @@ from rlhf.config.faults import ConfigError
 from rlhf.config.load import load_text
 from rlhf.config.schema import Config
 from rlhf.dist.layout import TrainLayout
-from rlhf.preflight import check_loop, check_value_models
+from rlhf.preflight import check_loop, check_value_models, notes
 from rlhf.weights.model_shape import load_model_shape
+from tests.helpers.shapes import make_shape
 from tests.helpers.tiny_models import make_tiny, make_tiny_classifier
 from tests.unit.test_config_check import PPO, SMALL
 
@@ -52,6 +53,12 @@ def test_a_loop_that_is_not_there_is_named(tmp_path, monkeypatch, spec, words):
     (tmp_path / "torn.py").write_text("def train(")
     with pytest.raises(ValueError, match=f"--loop {spec}: .*{words}"):
         check_loop(spec)
+
+
+def test_what_a_checkpoint_has_beside_the_model_is_said():
+    assert notes(make_shape("deepseek_v3")) == []
+    (note,) = notes(make_shape("deepseek_v3", num_nextn_predict_layers=1))
+    assert note.startswith("num_nextn_predict_layers=1: ")
 
 
 @pytest.mark.parametrize(

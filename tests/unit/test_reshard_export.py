@@ -85,7 +85,8 @@ def models(tmp_path_factory):
     return {
         "llama": make_tiny(root / "llama", "llama", vocab_size=509),
         "qwen2": make_tiny(root / "qwen2", "qwen2", tied=True),
-        **{f: make_tiny(root / f, f) for f in ("qwen3", "qwen3_moe", "deepseek_v3", "moonlight")},
+        **{f: make_tiny(root / f, f) for f in ("qwen3", "qwen3_moe", "moonlight")},
+        "deepseek_v3": make_tiny(root / "deepseek_v3", "deepseek_v3", num_nextn_predict_layers=1),
         "glm4_moe": make_tiny(root / "glm4_moe", "glm4_moe", vocab_size=509),
     }
 
@@ -133,7 +134,7 @@ def test_the_folder_is_complete_and_says_its_dtype(models, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf"]
 
 
-def test_an_expert_bias_stays_float32_in_a_bfloat16_folder(models, tmp_path):
+def test_a_bfloat16_folder_has_a_float32_expert_bias_and_no_prediction_layers(models, tmp_path):
     source = models["deepseek_v3"]
     _export(_exporters(source, TrainLayout(2, ep=2), torch.bfloat16), tmp_path / "hf", source)
     before = load_file(source / "model.safetensors")
@@ -143,6 +144,9 @@ def test_an_expert_bias_stays_float32_in_a_bfloat16_folder(models, tmp_path):
         dtype = torch.float32 if name.endswith("e_score_correction_bias") else torch.bfloat16
         assert after[name].dtype is dtype and torch.equal(after[name], tensor.to(dtype)), name
     index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+    assert (
+        json.loads((tmp_path / "hf" / "config.json").read_text())["num_nextn_predict_layers"] == 0
+    )
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in after.values())
 
 
