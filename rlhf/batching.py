@@ -82,8 +82,7 @@ def assemble(
 def _assemble_micro(
     micro: Sequence[int], trajectories: Mapping[int, Trajectory], plan: BatchPlan, budget: Budget
 ) -> tuple[dict[str, np.ndarray], tuple[PackedSequence, ...]]:
-    num_real = sum(len(trajectories[i].tokens) for i in micro)
-    total = budget.rounded(max(num_real, 1))
+    total = sum(budget.rounded(len(trajectories[i].tokens)) for i in micro) or budget.align
     out = {
         "tokens": np.zeros(total, np.int64),
         "positions": np.zeros(total, np.int64),
@@ -92,17 +91,18 @@ def _assemble_micro(
         "credits": np.zeros(total, np.float32),
         "loss_weights": np.zeros(total, np.float32),
     }
+    out["positions"][:] = np.arange(total)  # of an empty micro-batch, which is all padding
     sequences, at = [], 0
     for i in micro:
         t = trajectories[i]
         here = slice(at, at + len(t.tokens))
         out["tokens"][here] = t.tokens
-        out["positions"][here] = np.arange(len(t.tokens))
+        padded = budget.rounded(len(t.tokens))
+        out["positions"][at : at + padded] = np.arange(padded)
         out["mask"][here] = t.loss_mask
         out["rollout_logprobs"][here] = t.rollout_logprobs
         out["credits"][here] = plan.credit[i] * t.loss_mask
         out["loss_weights"][here] = plan.loss_weight[i] * t.loss_mask
         sequences.append(PackedSequence(i, at, len(t.tokens), truncated=t.status is Status.LENGTH))
-        at += len(t.tokens)
-    out["positions"][at:] = np.arange(total - at)
+        at += padded
     return out, tuple(sequences)

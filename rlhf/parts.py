@@ -16,6 +16,7 @@ from rlhf.config.load import dump_config
 from rlhf.config.schema import Config
 from rlhf.data.mix import build_eval_prompts, build_prompt_source
 from rlhf.data.tokenizer import Tokenizer, load_tokenizer
+from rlhf.dist.layout import sequence_multiple
 from rlhf.dist.replicas import Replicas
 from rlhf.evaluate import Evaluator
 from rlhf.ground import Ground, Plan
@@ -131,7 +132,7 @@ def _batcher(ground: Ground, algorithm: Algorithm) -> Batcher:
         gate=ground.gate,
         budget=Budget(
             tokens=train.tokens_per_microbatch,
-            align=train.tp if train.sequence_parallel else 1,
+            align=sequence_multiple(train.tp, train.cp, train.sequence_parallel),
             multiple=train.pp if train.vpp > 1 else 1,
         ),
         cost=sequence_cost(plan.shape),
@@ -201,13 +202,13 @@ def _evaluator(
 def _checkpoints(
     ground: Ground, actor: Actor, critic: Critic | NullCritic, recorder: Recorder
 ) -> Checkpoints:
-    config = ground.plan.config
+    config, at = ground.plan.config, ground.plan.train.coord(ground.plan.world.rank)
     return Checkpoints(
         folder=Path(config.run_dir) / "checkpoints",
         state=TrainState(
             actor,
             critic if isinstance(critic, Critic) else None,
-            writes=ground.plan.train.coord(ground.plan.world.rank).dp == 0,
+            writes=at.dp == at.cp == 0,
         ),
         policy=Policy(
             every=config.checkpoint.every, keep=config.checkpoint.keep, num_steps=config.num_steps

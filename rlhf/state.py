@@ -19,7 +19,7 @@ class TrainState:
     """The trained state of this rank. Saving and loading are collective over all ranks."""
 
     def __init__(self, actor: Actor, critic: Critic | None, *, writes: bool) -> None:
-        """``writes``: False on ranks whose weights another data parallel rank writes."""
+        """``writes``: False on ranks whose weights another data or context parallel rank writes."""
         self._actor = actor
         self._critic = critic
         self._writes = writes

@@ -162,7 +162,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class PackedSequence:
-    """Where one trajectory lies in a packed stream: tokens [start, start + length)."""
+    """Where one trajectory lies in a packed stream: tokens [start, start + length), no padding."""
 
     index: int
     start: int
@@ -172,10 +172,10 @@ class PackedSequence:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One packed forward pass: whole sequences back to back, then padding up to the alignment.
+    """One packed forward pass: whole sequences back to back, each padded up to the alignment.
 
-    T = padded length. Padding tokens have mask False, position counted from 0 and form a last
-    sequence of their own, so no real token attends to them.
+    T = padded length. Padding stands behind its sequence, where no real token attends to it; its
+    mask is False and its columns are zero. A micro-batch without sequences is padding only.
     """
 
     tokens: Tensor  # [T] int64
@@ -200,7 +200,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Batch:
-    """All sequences that this DP replica trains in one step, packed; equal on its TP and PP ranks.
+    """All sequences that this DP replica trains in one step, packed; equal on all its ranks.
 
     Columns are [T] over all micro-batches back to back; each is written once, by
     :meth:`with_columns`, and read by later stages only.
@@ -273,15 +273,15 @@ class Batch:
 
         out = []
         for (begin, end), sequences in zip(self.micro_bounds, self.sequences, strict=True):
-            borders = [0] + [s.start + s.length for s in sequences]
-            if borders[-1] < end - begin:
-                borders.append(end - begin)
+            borders = [*(s.start for s in sequences[1:]), end - begin]
             out.append(
                 MicroBatch(
                     tokens=self.tokens[begin:end],
                     positions=self.positions[begin:end],
                     mask=self.mask[begin:end],
-                    cu_seqlens=torch.tensor(borders, dtype=torch.int32, device=self.tokens.device),
+                    cu_seqlens=torch.tensor(
+                        [0, *borders], dtype=torch.int32, device=self.tokens.device
+                    ),
                     columns={
                         name: value[begin:end]
                         for name in COLUMNS

@@ -21,7 +21,13 @@ from rlhf.config.schema import (
     SamplingSection,
     TrainSection,
 )
-from rlhf.dist.layout import LayoutError, RolloutLayout, TrainLayout, listed
+from rlhf.dist.layout import (
+    LayoutError,
+    RolloutLayout,
+    TrainLayout,
+    listed,
+    sequence_multiple,
+)
 from rlhf.weights.families import rollout_faults, train_faults
 
 if TYPE_CHECKING:
@@ -47,7 +53,7 @@ def check_config(config: Config, shape: ModelShape, world: int, source: str = "c
     """
     rules: tuple[Callable[[], Iterator[str]], ...] = (
         lambda: _layout_faults(config, shape, world),
-        lambda: _feature_faults(config.train, config.rollout),
+        lambda: _feature_faults(config.rollout),
         lambda: _batch_section_faults(config, world),
         lambda: algorithm_faults(config),
         lambda: sampling_faults(config.rollout.sampling),
@@ -129,9 +135,7 @@ def train_layout(train: TrainSection, world: int) -> TrainLayout:
     )
 
 
-def _feature_faults(train: TrainSection, rollout: RolloutSection) -> Iterator[str]:
-    if train.cp > 1:
-        yield f"train.cp: must be 1, is {train.cp}: context parallelism is not supported yet"
+def _feature_faults(rollout: RolloutSection) -> Iterator[str]:
     if rollout.dp > 1:
         yield f"rollout.dp: must be 1, is {rollout.dp}: DP-attention is not supported yet"
     if rollout.ep > 1:
@@ -155,7 +159,7 @@ def batch_faults(prompts: int, samples: int, updates: int, dp: int) -> Iterator[
         yield (
             f"batch.prompts_per_step: {made} over updates_per_step={updates} gives "
             f"{responses // updates} responses per update, which must be a multiple of the "
-            f"{dp} data-parallel ranks; change the batch, or train.tp and train.pp"
+            f"{dp} data-parallel ranks; change the batch, or train.tp, train.pp and train.cp"
         )
 
 
@@ -206,14 +210,15 @@ def _length_faults(config: Config, shape: ModelShape) -> Iterator[str]:
         if kv is not None and need > kv:
             yield f"rollout.kv_tokens: {kv} must be at least {total}; raise it or lower one of them"
     longest = prompt + config.rollout.sampling.max_new_tokens
-    align = config.train.tp if config.train.sequence_parallel else 1
+    train = config.train
+    align = sequence_multiple(train.tp, train.cp, train.sequence_parallel)
     rounded = -(-longest // align) * align
-    if rounded > config.train.tokens_per_microbatch:
+    if rounded > train.tokens_per_microbatch:
+        padded = f", padded to {rounded}, a multiple of {align}" if rounded > longest else ""
         yield (
-            f"train.tokens_per_microbatch: {config.train.tokens_per_microbatch} must hold the "
+            f"train.tokens_per_microbatch: {train.tokens_per_microbatch} must hold the "
             f"longest sequence, data.max_prompt_tokens + rollout.sampling.max_new_tokens = "
-            f"{longest}{f', rounded up to {rounded}' if rounded > longest else ''}; "
-            "raise it or lower one of them"
+            f"{longest}{padded}; raise it or lower one of them"
         )
 
 

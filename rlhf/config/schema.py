@@ -59,6 +59,8 @@ class TrainSection(Section):
     last: PositiveInt | None = None
     """Layers of the last stage; empty: even."""
     cp: PositiveInt = 1
+    """Context parallel size: ranks that share the tokens of each sequence. Sequences are padded to
+    multiples of 2 * cp, and attention gathers keys and values over these ranks."""
     ep: PositiveInt = 1
     etp: PositiveInt | None = None
     """Tensor parallel size of experts; empty: tp."""

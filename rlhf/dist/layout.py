@@ -132,6 +132,16 @@ class TrainLayout:
         return out
 
 
+def sequence_multiple(tp: int, cp: int, sequence_parallel: bool) -> int:
+    """Packed sequences are padded to a multiple of this.
+
+    Context parallelism cuts each in 2 * cp equal chunks; sequence parallelism then cuts a rank's
+    rows over tp.
+    """
+    rows = tp if sequence_parallel else 1
+    return 2 * cp * rows if cp > 1 else rows
+
+
 @dataclass(frozen=True, slots=True)
 class RolloutCoord:
     engine: int

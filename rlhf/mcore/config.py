@@ -49,6 +49,7 @@ def transformer_config(
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=layout.tp,
+        context_parallel_size=layout.cp,
         sequence_parallel=train.sequence_parallel and layout.tp > 1,
         params_dtype=dtype,
         pipeline_dtype=dtype,

@@ -8,6 +8,7 @@ queries that are not shared; others by torch's scaled_dot_product_attention, wit
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
@@ -45,7 +47,8 @@ class PathGroup:
     num_keys: int
     queries: Tensor  # [num_paths * num_queries] int64, rows; all of the keys or each path's own
     num_queries: int
-    hidden: Tensor | None  # [num_paths, 1, num_queries, num_keys] bool, short groups only
+    hidden: Tensor | None  # [num_paths, 1, num_queries, num_keys] bool; None: causal, all queries
+    short: bool = False  # plain matrix products are faster than torch's kernel
 
 
 @dataclass
@@ -91,6 +94,53 @@ def batch_paths(
     )
 
 
+def batch_cut_sequences(
+    borders: Sequence[int], held: Sequence[Tensor], rank: int, positions: Tensor, short: int
+) -> PackedSequences:
+    """Group whole sequences by similar length, for queries of the rows of one rank only.
+
+    Args:
+        borders: of the sequences in the micro-batch.
+        held: [S / cp] each, the rows of the micro-batch that each rank of the context-parallel
+            group holds; an equal share of every sequence, sequence after sequence. Keys stand in
+            this order.
+        positions: [S / cp] int64 of this rank's rows in their sequences.
+        short: as for :func:`batch_paths`.
+    """
+    cp, own = len(held), held[rank]
+    gathered = torch.cat(list(held)).argsort()  # row of the micro-batch -> row of the keys
+    groups: list[PathGroup] = []
+    place = torch.zeros(len(own), dtype=torch.long)
+    base = 0
+    for members in _similar_lengths([Path(range(a, b)) for a, b in itertools.pairwise(borders)]):
+        num_keys, num_queries = len(members[-1].rows), len(members[-1].rows) // cp
+        keys = torch.tensor([_padded(p.rows, num_keys) for p in members])
+        mine = [range(p.rows.start // cp, p.rows.stop // cp) for p in members]
+        queries = torch.tensor([_padded(rows, num_queries) for rows in mine])
+        at = own[queries] - keys[:, :1]
+        hidden = torch.arange(num_keys) > at[:, None, :, None]
+        for number, rows in enumerate(mine):
+            start = base + number * num_queries
+            place[rows.start : rows.stop] = torch.arange(start, start + len(rows))
+        base += queries.numel()
+        group = PathGroup(
+            len(members),
+            gathered[keys].flatten(),
+            num_keys,
+            queries.flatten(),
+            num_queries,
+            hidden,
+            num_keys <= short,
+        )
+        groups.append(_to(group, positions.device))
+    return PackedSequences(
+        qkv_format="thd",
+        groups=tuple(groups),
+        place=place.to(positions.device),
+        positions=positions,
+    )
+
+
 def _similar_lengths(paths: Sequence[Path]) -> list[list[Path]]:
     """Groups that waste little when padded to their longest, which stands last.
 
@@ -120,7 +170,9 @@ def _group(members: Sequence[Path], short: int) -> PathGroup:
     shared = torch.tensor([path.num_shared for path in members])
     at = shared[:, None] + torch.arange(num_queries)
     hidden = torch.arange(num_keys) > at[:, None, :, None]
-    return PathGroup(len(members), keys.flatten(), num_keys, queries.flatten(), num_queries, hidden)
+    return PathGroup(
+        len(members), keys.flatten(), num_keys, queries.flatten(), num_queries, hidden, short=True
+    )
 
 
 def _padded(rows: Sequence[int], length: int) -> list[int]:
@@ -141,7 +193,8 @@ class SDPACoreAttention(MegatronModule):
 
     Takes what megatron gives to a core attention, queries and keys before the rotary embedding:
     query [S, heads, d], key and value [S, kv_heads, d], and a :class:`PackedSequences`. Returns
-    [S, heads * d]. No collectives.
+    [S, heads * d]. Under context parallelism S is this rank's share of the rows, and keys and
+    values are gathered over the group (their gradients are summed and scattered back).
     """
 
     def __init__(
@@ -156,10 +209,9 @@ class SDPACoreAttention(MegatronModule):
         pg_collection: Any = None,
     ) -> None:
         super().__init__(config)
-        if config.context_parallel_size > 1:
-            raise ValueError("train.cp > 1 needs attention of transformer-engine (GPU, bfloat16)")
         assert not config.attention_dropout, f"{config.attention_dropout=} must be 0"
         self.scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
+        self._cp_group = pg_collection.cp if config.context_parallel_size > 1 else None
 
     def forward(
         self,
@@ -178,6 +230,10 @@ class SDPACoreAttention(MegatronModule):
         assert attention_mask is None
         assert attention_bias is None
         query, key = (Rotate.apply(x, *packed.rotation) for x in (query, key))
+        if self._cp_group is not None:
+            both = torch.cat([key, value], -1)
+            both = gather_from_sequence_parallel_region(both, group=self._cp_group)
+            key, value = both.split([key.shape[-1], value.shape[-1]], -1)
         outputs = [self._attend(group, query, key, value) for group in packed.groups]
         joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return joined.index_select(0, packed.place).flatten(1)
@@ -189,7 +245,7 @@ class SDPACoreAttention(MegatronModule):
             x.index_select(0, group.keys).unflatten(0, (group.num_paths, -1)).transpose(1, 2)
             for x in (key, value)
         )
-        if group.hidden is not None:
+        if group.short:
             return self._plain(q, k, v, group.hidden)
         if q.device.type == "cpu":  # the bfloat16 kernel's backward pass is many times slower
             q, k, v = q.float(), k.float(), v.float()
@@ -197,7 +253,8 @@ class SDPACoreAttention(MegatronModule):
             q.transpose(1, 2),
             k,
             v,
-            is_causal=True,
+            attn_mask=None if group.hidden is None else ~group.hidden,
+            is_causal=group.hidden is None,
             scale=self.scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )

@@ -12,6 +12,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from rlhf.mcore.context import cut
 from rlhf.mcore.model import TrainModel
 from rlhf.mcore.optimizer import Optimizer
 from rlhf.mcore.parallel import Groups, current_groups
@@ -48,10 +49,10 @@ def logprobs(model: TrainModel, micro: Sequence[MicroBatch], temperature: float)
 
     Returns:
         [sum T] float32 over all micro-batches back to back, zero where ``mask`` is False; the same
-        on every rank of the pipeline (and of its TP groups). Empty without micro-batches.
+        on every rank of the replica. Empty without micro-batches.
 
-    Collective over the model-parallel ranks of one replica: transfers between stages, and a
-    broadcast from the last stage.
+    Collective over the ranks of one replica: transfers between stages, and a broadcast from the
+    last stage.
     """
     return _score(model, micro, [_prepare(m, model) for m in micro], temperature)
 
@@ -81,10 +82,11 @@ def train(
     """Forward and backward over all micro-batches, then one optimizer step.
 
     ``loss_fn`` gets the trained tokens of one micro-batch in order, columns included (a value is
-    that of the state before the token; it has no temperature); its loss is
-    already divided by global denominators. Gradients are summed over micro-batches and data
-    parallel ranks, nothing is averaged. Micro-batches may differ in length, also between ranks; one
-    without trained tokens is fine.
+    that of the state before the token; it has no temperature); its loss is already divided by
+    global denominators. Gradients are summed over micro-batches, data and context parallel ranks,
+    nothing is averaged. Micro-batches may differ in length, also between replicas; one without
+    trained tokens is fine. Under context parallelism all ranks of a replica compute its loss, and
+    each has the gradient of its own rows.
 
     ``gather_params=False``: the caller knows that another pass of this model comes before anything
     reads the parameters; with ``train.overlap`` they are then gathered during that pass.
@@ -142,7 +144,12 @@ def _evaluating(model: TrainModel) -> Iterator[None]:
 def _prepare(micro: MicroBatch, model: TrainModel, asked: Tensor | None = None) -> _Prepared:
     """For the trained tokens, or for the tokens that are asked for."""
     places = (micro.mask if asked is None else asked).nonzero().squeeze(1)
-    if choose_kernels(model.config.params_dtype).engine_attention:
+    engine_attention = choose_kernels(model.config.params_dtype).engine_attention
+    if model.layout.cp > 1:
+        group = current_groups().cp
+        short = None if engine_attention else _short_tokens(model)
+        stream = cut(micro, group.size(), group.rank(), short, asked)
+    elif engine_attention:
         stream = keep_whole(micro, asked)
     else:
         multiple = model.layout.tp if model.config.sequence_parallel else 1

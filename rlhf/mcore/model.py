@@ -21,6 +21,7 @@ from torch import Tensor
 from rlhf.config.schema import ModelSection, TrainSection
 from rlhf.dist.layout import TrainLayout
 from rlhf.mcore.config import transformer_config
+from rlhf.mcore.context import join_outputs
 from rlhf.mcore.core_attention import PackedSequences
 from rlhf.mcore.spec import decoder_spec
 from rlhf.mcore.stream import Stream
@@ -99,7 +100,10 @@ class Decoder(GPTModel):
             return hidden
         shared = self.share_embeddings_and_output_weights and self.pre_process
         weight = self.embedding.word_embeddings.weight if shared else None
-        return self.output_layer(hidden, stream, temperature, weight)
+        outputs = self.output_layer(hidden, stream, temperature, weight)
+        if stream.made_here is None:
+            return outputs
+        return join_outputs(outputs, stream.made_here, self.pg_collection.cp)
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine [S, 1, d / 2] in the dtype of the queries."""
@@ -174,7 +178,8 @@ def _wrap(
     config: TransformerConfig, decoders: list[Decoder], train: TrainSection
 ) -> list[torch.nn.Module]:
     """Gradient buffers and hooks, and what the schedule calls on them."""
-    overlap = train.overlap and parallel_state.get_data_parallel_world_size() > 1
+    replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    overlap = train.overlap and replicas > 1
     settings = {
         "grad_reduce_in_fp32": True,
         "use_distributed_optimizer": True,

@@ -21,7 +21,8 @@ class Groups:
     """This rank's process groups and where it stands in them."""
 
     pp: Any
-    dp: Any  # ranks that hold the same weights; gradients are summed over it
+    cp: Any  # ranks that share the rows of each sequence
+    dp: Any  # ranks that train other sequences; gradients are summed over dp and cp
     last_stage: int  # global rank of this pipeline's last stage
     is_last_stage: bool
 
@@ -34,19 +35,20 @@ def initialize(layout: TrainLayout, timeout_s: float, seed: int) -> Groups:
 
     Raises:
         RuntimeError: the default group is missing or has another size than the layout.
-        ValueError: the layout has what training lacks (cp or ep above 1).
+        ValueError: the layout has what training lacks (ep above 1).
     """
     if not torch.distributed.is_initialized():
         raise RuntimeError("parallel.initialize needs torch.distributed's default process group")
     world = torch.distributed.get_world_size()
     if world != layout.world:
         raise RuntimeError(f"the layout is for {layout.world} ranks, the process group has {world}")
-    if layout.cp > 1 or layout.ep > 1:
-        raise ValueError(f"train.cp={layout.cp}, train.ep={layout.ep}: only 1 is supported")
+    if layout.ep > 1:
+        raise ValueError(f"train.ep={layout.ep}: only 1 is supported")
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        context_parallel_size=layout.cp,
         distributed_timeout_minutes=timedelta(seconds=timeout_s) / timedelta(minutes=1),
     )
     megatron_random.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
@@ -58,7 +60,8 @@ def current_groups() -> Groups:
     pp = parallel_state.get_pipeline_model_parallel_group()
     return Groups(
         pp=pp,
-        dp=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        cp=parallel_state.get_context_parallel_group(),
+        dp=parallel_state.get_data_parallel_group(),
         last_stage=torch.distributed.get_global_rank(pp, pp.size() - 1),
         is_last_stage=pp.rank() == pp.size() - 1,
     )

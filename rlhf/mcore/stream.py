@@ -35,6 +35,9 @@ class Stream:
     needed: Tensor  # [u] int64, rows whose hidden state the head needs
     source: Tensor  # [n] int64, index into ``needed``
     targets: Tensor  # [n] int64, the token after each; of meaning where that one is trained
+    made_here: Tensor | None = None
+    """Under context parallelism, bool: which outputs of the micro-batch are these n; see
+    :func:`rlhf.mcore.context.join_outputs`."""
 
 
 def predicting(micro: MicroBatch) -> Tensor:

@@ -6,11 +6,12 @@ each operation without a mapping waits for.
 
 from __future__ import annotations
 
-from tests.cases import configuration, data, logprobs, losses, runs, weights
+from tests.cases import configuration, context, data, logprobs, losses, runs, weights
 from tests.cases.case import Op
 
 OPS: dict[str, Op] = {
     **configuration.OPS,
+    **context.OPS,
     **data.OPS,
     **logprobs.OPS,
     **losses.OPS,
@@ -19,6 +20,10 @@ OPS: dict[str, Op] = {
 }
 
 BEHAVIOUR: dict[tuple[str, str], str] = {
+    (
+        "cp_invariance",
+        "gradient_scale_vs_cp1",
+    ): "tests/dist/test_parity_context.py::test_losses_and_gradient_norms_equal_one_rank",
     (
         "stop_consensus",
         "at_step",
@@ -46,7 +51,6 @@ WAITING: dict[str, tuple[str, ...]] = {
         "port_plan",
     ),
     "more algorithms: leave-one-out, length penalty": ("rloo_advantage", "overlong_penalty"),
-    "context parallelism": ("cp_invariance", "cp_zigzag"),
     "mixture-of-experts families and the layouts of large models": (
         "biased_topk",
         "replayed_expert_weights",

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from rlhf.config.schema import ModelSection, OptimizerSection, TrainSection
-from rlhf.dist.layout import TrainLayout
+from rlhf.dist.layout import TrainLayout, sequence_multiple
 from rlhf.types import MicroBatch
 from rlhf.weights.families import train_pieces
 from rlhf.weights.hf_checkpoint import load_pieces
@@ -36,7 +36,7 @@ class Case:
     micro: int = 4  # per dp rank
     dtype: str = "float32"
     unpacked: bool = False  # one sequence per micro-batch
-    pad: int = 0  # padding tokens behind each micro-batch
+    pad: int = 0  # further padding behind each micro-batch, in multiples of the alignment
 
 
 @dataclass(frozen=True)
@@ -77,20 +77,25 @@ def sequences(vocab: int, seed: int = 0) -> list[dict[str, torch.Tensor]]:
 def micro_batches(
     rows: Sequence[dict[str, torch.Tensor]], count: int, multiple: int, pad: int = 0
 ) -> list[MicroBatch]:
-    """``rows`` in order over ``count`` micro-batches, each padded to a multiple of ``multiple``."""
+    """``rows`` in order over ``count`` micro-batches, each row padded to ``multiple``; no rows:
+    padding only."""
     bounds = [i * len(rows) // count for i in range(count + 1)]
     return [_pack(rows[a:b], multiple, pad) for a, b in itertools.pairwise(bounds)]
 
 
 def _pack(rows: Sequence[dict[str, torch.Tensor]], multiple: int, pad: int) -> MicroBatch:
-    lengths = [len(r["tokens"]) for r in rows]
-    fill = -sum(lengths) % multiple + pad * multiple
-    lengths += [fill] if fill else []
-    joined = {
-        key: torch.cat([*(r[key] for r in rows), torch.zeros(fill, dtype=rows[0][key].dtype)])
-        for key in rows[0]
-    }
+    real = [len(r["tokens"]) for r in rows]
+    lengths = [n + -n % multiple for n in real] + ([pad * multiple] if pad else [])
+    lengths = lengths or [multiple]
     borders = torch.tensor([0, *lengths]).cumsum(0).int()
+    joined = {
+        "tokens": torch.zeros(sum(lengths), dtype=torch.long),
+        "mask": torch.zeros(sum(lengths), dtype=torch.bool),
+        "advantages": torch.zeros(sum(lengths)),
+    }
+    for row, start, length in zip(rows, borders.tolist(), real, strict=False):
+        for key, values in joined.items():
+            values[start : start + length] = row[key]
     return MicroBatch(
         tokens=joined["tokens"],
         positions=torch.cat([torch.arange(n) for n in lengths]),
@@ -113,7 +118,7 @@ def build(rank: int, world: int, folder: Path, case: Case, *, trainable: bool = 
     from rlhf.mcore.model import build_model
 
     shape = load_model_shape(folder)
-    layout = TrainLayout(world, **{k: v for k, v in case.train.items() if k in LAYOUT_KEYS})
+    layout = layout_of(case, world)
     train = TrainSection(logprob_chunk_tokens=32, **case.train)
     model = build_model(
         shape,
@@ -126,7 +131,16 @@ def build(rank: int, world: int, folder: Path, case: Case, *, trainable: bool = 
     return shape, layout, model
 
 
-LAYOUT_KEYS = ("tp", "pp", "vpp", "first", "last")
+LAYOUT_KEYS = ("tp", "pp", "vpp", "cp", "first", "last")
+
+
+def layout_of(case: Case, world: int) -> TrainLayout:
+    return TrainLayout(world, **{k: v for k, v in case.train.items() if k in LAYOUT_KEYS})
+
+
+def alignment(case: Case) -> int:
+    """What sequences are padded to; as for sequence parallelism wherever tp is above 1."""
+    return sequence_multiple(case.train.get("tp", 1), case.train.get("cp", 1), True)
 
 
 def run_case(rank: int, world: int, folder: Path, case: Case) -> Outcome:
@@ -134,7 +148,7 @@ def run_case(rank: int, world: int, folder: Path, case: Case) -> Outcome:
     from rlhf.mcore.forward import logprobs, train
     from rlhf.mcore.optimizer import build_optimizer
 
-    layout = TrainLayout(world, **{k: v for k, v in case.train.items() if k in LAYOUT_KEYS})
+    layout = layout_of(case, world)
     parallel.initialize(layout, timeout_s=60, seed=1)
     try:
         shape, layout, model = build(rank, world, folder, case)
@@ -143,7 +157,7 @@ def run_case(rank: int, world: int, folder: Path, case: Case) -> Outcome:
         rows = sequences(shape.vocab_size)
         mine = list(range(layout.coord(rank).dp, len(rows), layout.dp))
         count = len(mine) if case.unpacked else case.micro
-        micro = micro_batches([rows[i] for i in mine], count, layout.tp, case.pad)
+        micro = micro_batches([rows[i] for i in mine], count, alignment(case), case.pad)
         total = sum(int(r["mask"].sum()) for r in rows)
         scored = logprobs(model, micro, TEMPERATURE)
         losses, entropies, norms, grads = [], [], [], {}

@@ -14,13 +14,18 @@ import pytest
 import torch
 
 from rlhf.dist.layout import TrainLayout
-from rlhf.weights.families import train_param_shapes, train_pieces
 from rlhf.weights.model_shape import load_model_shape
-from tests.dist.parity_case import LAYOUT_KEYS, TEMPERATURE, Case, Loss, run_cases, sequences
+from tests.dist.parity_case import TEMPERATURE, Case, Loss, run_cases, sequences
+from tests.dist.parity_compare import (
+    TOLERANCE,
+    assert_gradients_equal,
+    assert_logprobs_equal,
+    assert_losses_and_norms_equal,
+    whole_gradients,
+)
 from tests.helpers.spawn import run_ranks
 from tests.helpers.tiny_models import make_tiny
 
-TOLERANCE = 1e-5
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -109,31 +114,20 @@ ALL = [
 @pytest.mark.parametrize(("family", "world", "case"), ALL)
 def test_losses_and_gradient_norms_equal_one_rank(outcomes, family, world, case):
     (expected,) = outcomes[family, REFERENCE.name]
-    for outcome in outcomes[family, case.name]:
-        np.testing.assert_allclose(outcome.losses, expected.losses, rtol=0, atol=TOLERANCE)
-        np.testing.assert_allclose(outcome.entropies, expected.entropies, rtol=0, atol=TOLERANCE)
-        np.testing.assert_allclose(outcome.grad_norms, expected.grad_norms, rtol=TOLERANCE)
+    assert_losses_and_norms_equal(outcomes[family, case.name], expected)
 
 
 @pytest.mark.parametrize(("family", "world", "case"), ALL)
 def test_each_gradient_equals_one_rank(outcomes, folders, family, world, case):
+    (expected,) = outcomes[family, REFERENCE.name]
     shape = load_model_shape(folders[family])
-    expected = _whole_gradients(shape, 1, REFERENCE, outcomes[family, REFERENCE.name])
-    got = _whole_gradients(shape, world, case, outcomes[family, case.name])
-    assert got.keys() == expected.keys()
-    for name, tensor in expected.items():
-        largest = np.abs(tensor).max()
-        assert largest > 0, name
-        assert np.abs(got[name] - tensor).max() <= TOLERANCE * largest, name
+    assert_gradients_equal(shape, case, outcomes[family, case.name], expected)
 
 
 @pytest.mark.parametrize(("family", "world", "case"), ALL)
 def test_log_probabilities_equal_one_rank(outcomes, family, world, case):
     (expected,) = outcomes[family, REFERENCE.name]
-    ranks = outcomes[family, case.name]
-    seen = np.stack([r.logprobs for r in ranks])
-    whole = np.where(np.abs(seen).max(0) > 0, seen.min(0), 0)  # dp ranks hold other sequences
-    np.testing.assert_allclose(whole, expected.logprobs, rtol=0, atol=TOLERANCE)
+    assert_logprobs_equal(case, outcomes[family, case.name], expected)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -159,52 +153,8 @@ def test_one_rank_equals_transformers(outcomes, folders, family):
         total += loss.item()
     assert outcome.losses[0] == pytest.approx(total, abs=TOLERANCE)
     shape = load_model_shape(folders[family])
-    gradients = _whole_gradients(shape, 1, REFERENCE, [outcome])
+    gradients = whole_gradients(shape, TrainLayout(1), [outcome])
     wanted = {name: p.grad.numpy() for name, p in model.named_parameters()}
     assert gradients.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert np.abs(gradients[name] - tensor).max() <= TOLERANCE * np.abs(tensor).max(), name
-
-
-def _whole_gradients(shape, world, case, ranks):
-    """HF tensor -> its gradient, put together from the ranks' parts; parts held twice are equal."""
-    layout = TrainLayout(world, **{k: v for k, v in case.train.items() if k in LAYOUT_KEYS})
-    whole: dict[str, np.ndarray] = {}
-    for first in (r for r in range(world) if layout.coord(r).dp == 0):
-        at = layout.coord(first)
-        local = {
-            name: np.full(int(np.prod(size)), np.nan, np.float32)
-            for name, size in train_param_shapes(shape, layout, first).items()
-        }
-        for dp in range(layout.dp):
-            for name, parts in ranks[layout.rank(tp=at.tp, pp=at.pp, dp=dp)].grads.items():
-                for start, values in parts:
-                    local[name][start : start + len(values)] = values
-        shapes = train_param_shapes(shape, layout, first)
-        for piece in train_pieces(shape, layout, first):
-            part = local[piece.param].reshape(shapes[piece.param])[_slices(piece.local)]
-            assert not np.isnan(part).any(), piece
-            _put(whole, piece, part)
-    return whole
-
-
-def _put(whole, piece, part):
-    size = [max(stop, n) for (_, stop), n in zip(piece.region, _size(whole, piece), strict=True)]
-    if piece.tensor not in whole or list(whole[piece.tensor].shape) != size:
-        grown = np.full(size, np.nan, np.float32)
-        if piece.tensor in whole:
-            grown[tuple(slice(n) for n in whole[piece.tensor].shape)] = whole[piece.tensor]
-        whole[piece.tensor] = grown
-    target = whole[piece.tensor][_slices(piece.region)]
-    known = ~np.isnan(target)
-    part = part.reshape(target.shape)
-    np.testing.assert_allclose(target[known], part[known], rtol=1e-4, atol=1e-6)
-    target[...] = part
-
-
-def _size(whole, piece):
-    return whole[piece.tensor].shape if piece.tensor in whole else [0] * len(piece.region)
-
-
-def _slices(box):
-    return tuple(slice(start, stop) for start, stop in box)

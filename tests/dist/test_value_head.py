@@ -20,6 +20,7 @@ from tests.dist.parity_case import (
     CLIP,
     LAYOUT_KEYS,
     Case,
+    alignment,
     by_sequence,
     gradients,
     micro_batches,
@@ -39,6 +40,7 @@ LAUNCHES = {
         Case("pp2", {"pp": 2}),
         Case("pp2 vpp2", {"pp": 2, "vpp": 2}),
         Case("dp2 overlap", {"overlap": True}, micro=3),
+        Case("cp2", {"cp": 2}),
     ],
     4: [Case("tp2 pp2 vpp2 sp", {"tp": 2, "pp": 2, "vpp": 2, "sequence_parallel": True})],
 }
@@ -77,7 +79,7 @@ def _run_case(rank, world, folder, case):
         rows = sequences(source.shape.vocab_size)
         mine = list(range(layout.coord(rank).dp, len(rows), layout.dp))
         count = len(mine) if case.unpacked else case.micro
-        micro = micro_batches([rows[i] for i in mine], count, layout.tp, case.pad)
+        micro = micro_batches([rows[i] for i in mine], count, alignment(case), case.pad)
         after = values(model, micro, [_after_each_answer_token(m) for m in micro])
         loss_fn = _loss(sum(int(r["mask"].sum()) for r in rows))
         stats = []

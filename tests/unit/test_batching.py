@@ -45,7 +45,7 @@ def test_assemble_keeps_tokens_masks_and_columns_of_each_sequence():
         credit={i: float(i) for i in range(4)},
     )
     batch = assemble(plan, 0, trajectories, Budget(64, align=4), torch.device("cpu"))
-    assert [b - a for a, b in batch.micro_bounds] == [12, 8, 8, 4]
+    assert [b - a for a, b in batch.micro_bounds] == [16, 8, 8, 4]
     for (begin, _), sequences in zip(batch.micro_bounds, batch.sequences, strict=True):
         for s in sequences:
             at = slice(begin + s.start, begin + s.start + s.length)
@@ -54,11 +54,17 @@ def test_assemble_keeps_tokens_masks_and_columns_of_each_sequence():
             assert batch.mask[at].tolist() == t.loss_mask.tolist()
             assert batch.positions[at].tolist() == list(range(s.length))
             assert batch.credits[at].tolist() == (t.loss_mask * float(s.index)).tolist()
+            fill = -s.length % 4
+            padding = slice(at.stop, at.stop + fill)
+            assert batch.positions[padding].tolist() == list(range(s.length, s.length + fill))
+            assert not batch.mask[padding].any()
+            assert not batch.loss_weights[padding].any()
     updates = list(batch.minibatches())
     assert [len(u.microbatches()) for u in updates] == [2, 2]
     assert updates[1].microbatches()[0].cu_seqlens.tolist() == [0, 8]
     assert updates[1].microbatches()[1].mask.sum() == 0
-    assert updates[0].microbatches()[0].cu_seqlens.tolist() == [0, 5, 12]
+    assert updates[0].microbatches()[0].cu_seqlens.tolist() == [0, 8, 16]
+    assert updates[1].microbatches()[1].cu_seqlens.tolist() == [0, 4]
 
 
 def test_a_column_is_written_once():

@@ -80,6 +80,10 @@ def test_ppo_needs_no_second_answer_to_a_prompt():
     check(*PPO, "batch.samples_per_prompt=1", "batch.updates_per_step=1", "critic.warmup_steps=2")
 
 
+def test_context_parallelism_needs_nothing_of_heads_or_engines():
+    check("train.cp=4", "train.tokens_per_microbatch=72", world=4)
+
+
 @pytest.mark.parametrize(
     ("overrides", "world", "words"),
     [
@@ -98,7 +102,7 @@ def test_ppo_needs_no_second_answer_to_a_prompt():
         (["train.vpp=2"], 2, ["train.vpp: 2 chunks need train.pp > 1"]),
         (["train.first=2"], 2, ["train.first: needs train.pp > 1"]),
         (["train.sequence_parallel=true"], 2, ["train.sequence_parallel: needs train.tp > 1"]),
-        (["train.cp=2"], 2, ["train.cp: must be 1, is 2"]),
+        (["train.cp=3"], 4, ["train: world=4 must be a multiple of tp*pp*cp=3"]),
         (["train.ep=2"], 2, ["train.ep: must be 1, is 2", "llama has no experts"]),
         (["train.etp=1"], 2, ["train.etp: must be left out, is 1"]),
         (["rollout.dp=3", "rollout.tp=3"], 3, ["rollout.dp: must be 1, is 3"]),
@@ -154,6 +158,11 @@ def test_ppo_needs_no_second_answer_to_a_prompt():
         (["eval.max_new_tokens=9000"], 1, ["eval.max_new_tokens: ", "9072", "8192"]),
         (["rollout.kv_tokens=79"], 1, ["rollout.kv_tokens: 79 must be at least", "80"]),
         (["train.tokens_per_microbatch=71"], 1, ["train.tokens_per_microbatch: 71", "72"]),
+        (
+            ["train.tokens_per_microbatch=79", "train.cp=5"],
+            5,
+            ["train.tokens_per_microbatch: 79", "72, padded to 80, a multiple of 10"],
+        ),
         (["rollout.max_running_requests=7"], 2, ["rollout.max_running_requests: 7", "least 8"]),
         (["optimizer.min_lr=1"], 1, ["optimizer.min_lr: 1.0 must be at most optimizer.lr=1e-06"]),
         (["optimizer.min_lr=1e-7"], 1, ["optimizer.min_lr: 1e-07 has no effect"]),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -107,8 +106,3 @@ def test_output_and_gradients_equal_each_sequence_alone(case, short):
     expected.backward(weights)
     for a, b in zip(inputs, plain, strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5)
-
-
-def test_context_parallelism_without_transformer_engine_is_refused():
-    with pytest.raises(ValueError, match="cp > 1"):
-        _attention(context_parallel_size=2)
