@@ -17,8 +17,10 @@ from rlhf.ground import Closer, Ground, Plan
 from rlhf.preflight import check
 
 if TYPE_CHECKING:
+    from rlhf.rollout.engine import RoutedLayers
     from rlhf.rollout.host_client import EngineHost
     from rlhf.run import Run
+    from rlhf.weights.model_shape import ModelShape
 
 PHASE_MARGIN_S = 60.0
 """Ranks wait for one another longer than a rollout may take, so that who is late says so first."""
@@ -108,7 +110,8 @@ def _launch_engine(plan: Plan, stopper: Stopper, closers: list[Closer]) -> Engin
         max_position=plan.shape.max_position,
         context_tokens=plan.config.data.max_prompt_tokens + plan.longest_answer,
         dtype=model.dtype,
-        has_experts=plan.shape.moe is not None,
+        routed=routed_layers(plan.shape),
+        routes=rollout.routes,
         device="cuda" if has_gpu() else "cpu",
         tp=rollout.tp,
         dp=rollout.dp,
@@ -131,6 +134,15 @@ def _launch_engine(plan: Plan, stopper: Stopper, closers: list[Closer]) -> Engin
     stopper.cut_short(engine.abort_quietly)
     stopper.look_after(engine.death)
     return engine
+
+
+def routed_layers(shape: ModelShape) -> RoutedLayers | None:
+    """What an engine must know of the model's experts."""
+    from rlhf.rollout.engine import RoutedLayers
+
+    if shape.moe is None:
+        return None
+    return RoutedLayers(shape.moe.first_dense, shape.num_layers, shape.moe.num_experts_per_token)
 
 
 def cores_from(world: World, num_ranks: int) -> tuple[int, ...]:

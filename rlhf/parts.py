@@ -110,7 +110,7 @@ def _sampling(plan: Plan, tokenizer: Tokenizer, *, greedy: bool) -> Sampling:
 def _collector(
     ground: Ground, engine: EngineHost | None, tokenizer: Tokenizer, rewards: Rewards
 ) -> Collector:
-    config = ground.plan.config
+    config, moe = ground.plan.config, ground.plan.shape.moe
     return Collector(
         engine=engine,
         layout=ground.plan.rollout,
@@ -120,6 +120,7 @@ def _collector(
         decoder=tokenizer,
         seed=config.seed,
         timeout_s=config.rollout.timeout_s,
+        num_experts=moe.num_experts if moe is not None and config.rollout.routes else None,
     )
 
 

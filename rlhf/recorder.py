@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from rich.console import Console
 
@@ -113,7 +114,8 @@ class Recorder:
         parts = self._ground.group.gather(merge(parts))
         facts = rollout_metrics(rollout.facts)
         of_batch = {**gap_metrics(self._gap(batch)), **value_metrics(self._values(batch))}
-        shared = merge([facts, *self._updates, of_batch])
+        experts = expert_metrics(rollout.expert_loads)
+        shared = merge([facts, experts, *self._updates, of_batch])
         self._updates = []
         metrics = values(merge([*parts, shared]))
         metrics |= rates(rollout.facts, metrics)
@@ -178,6 +180,17 @@ def rollout_metrics(facts: Sequence[TrajectoryFacts]) -> dict[str, Metric]:
             one[f"reward/domain/{f.domain}"] = Mean(f.score.value)
         parts.append(one)
     return merge(parts)
+
+
+def expert_metrics(loads: np.ndarray | None) -> dict[str, Metric]:
+    """How evenly the engines' tokens took the experts; ``loads`` [layers, experts]."""
+    if loads is None or not loads.sum():
+        return {}
+    relative = loads / loads.mean(axis=1, keepdims=True)
+    return {
+        "experts/rollout_max_over_mean": Max(float(relative.max())),
+        "experts/rollout_unused": Mean(float((loads == 0).mean())),
+    }
 
 
 def rates(facts: Sequence[TrajectoryFacts], metrics: Mapping[str, float]) -> dict[str, float]:

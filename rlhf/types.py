@@ -101,6 +101,7 @@ class Trajectory:
     rollout_logprobs: np.ndarray  # [L] float32, zero where loss_mask is False
     versions: np.ndarray  # [L] int32, weight version that sampled the token, -1 for prompt tokens
     status: Status
+    routes: np.ndarray | None = None  # see rlhf.rollout.routes; None unless rollout.routes is on
 
     def __post_init__(self) -> None:
         lengths = {
@@ -110,6 +111,11 @@ class Trajectory:
         if len(set(lengths.values())) != 1:
             raise ValueError(
                 f"trajectory {self.prompt_uid}#{self.sample}: arrays differ in length: {lengths}"
+            )
+        if self.routes is not None and len(self.routes) != len(self.tokens) - 1:
+            raise ValueError(
+                f"trajectory {self.prompt_uid}#{self.sample}: routes of {len(self.routes)} tokens, "
+                f"must be {len(self.tokens) - 1}, one less than there are"
             )
 
 
@@ -158,6 +164,9 @@ class Rollout:
     facts: tuple[TrajectoryFacts, ...]
     trajectories: Mapping[int, Trajectory]
     samples: tuple[Sample, ...]
+    expert_loads: np.ndarray | None = None
+    """[layers with routed experts, experts] int64: tokens of all trajectories that took each
+    expert; equal on all ranks. None unless ``rollout.routes`` is on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ def check_config(config: Config, shape: ModelShape, world: int, source: str = "c
     """
     rules: tuple[Callable[[], Iterator[str]], ...] = (
         lambda: _layout_faults(config, shape, world),
-        lambda: _feature_faults(config.rollout),
+        lambda: _feature_faults(config.rollout, shape),
         lambda: _batch_section_faults(config, world),
         lambda: algorithm_faults(config),
         lambda: sampling_faults(config.rollout.sampling),
@@ -135,15 +135,18 @@ def train_layout(train: TrainSection, world: int) -> TrainLayout:
     )
 
 
-def _feature_faults(rollout: RolloutSection) -> Iterator[str]:
-    if rollout.dp > 1:
-        yield f"rollout.dp: must be 1, is {rollout.dp}: DP-attention is not supported yet"
-    if rollout.ep > 1:
-        yield f"rollout.ep: must be 1, is {rollout.ep}: EP in the engine is not supported yet"
-    if rollout.pp > 1:
+def _feature_faults(rollout: RolloutSection, shape: ModelShape) -> Iterator[str]:
+    if rollout.a2a != "none":
         yield (
-            f"rollout.pp: must be 1, is {rollout.pp}: pipeline-parallel engines are not supported "
-            "yet; use rollout.tp"
+            f"rollout.a2a: must be none, is {rollout.a2a}: all-to-all dispatch in the engine is "
+            "not supported yet"
+        )
+    if rollout.routes and shape.moe is None:
+        yield f"rollout.routes: must be false: {shape.family} has no routed experts"
+    if rollout.routes and rollout.pp > 1:
+        yield (
+            f"rollout.routes: needs rollout.pp=1, is {rollout.pp}: a stage knows the routes of its "
+            "own layers only; use rollout.tp and rollout.ep"
         )
 
 
@@ -225,13 +228,15 @@ def _length_faults(config: Config, shape: ModelShape) -> Iterator[str]:
 def _engine_faults(config: Config, world: int) -> Iterator[str]:
     rollout, batch = config.rollout, config.batch
     engines = max(1, world // (rollout.tp * rollout.pp))
-    share = -(-batch.prompts_per_step // engines) * batch.samples_per_prompt
+    prompts = -(-batch.prompts_per_step // engines)
+    prompts = -(-prompts // rollout.dp) * rollout.dp  # a DP-attention group runs its part of them
+    share = prompts * batch.samples_per_prompt
     if rollout.deterministic and rollout.max_running_requests < share:
         yield (
             f"rollout.max_running_requests: {rollout.max_running_requests} must be at least {share}"
-            f" (answers of one engine in a step: {batch.prompts_per_step} prompts over {engines} "
-            f"engines, {batch.samples_per_prompt} samples each) while rollout.deterministic is "
-            "true; raise it, or set deterministic to false"
+            f" (answers of one engine in a step: batch.prompts_per_step={batch.prompts_per_step} "
+            f"over {engines} engines, batch.samples_per_prompt={batch.samples_per_prompt}) while "
+            "rollout.deterministic is true; raise it, or set deterministic to false"
         )
 
 

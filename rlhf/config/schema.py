@@ -99,6 +99,8 @@ class RolloutSection(Section):
     sampling: SamplingSection = SamplingSection()
     deterministic: bool = True
     """Seed per request, whole shares admitted at once: the same run twice gives the same tokens."""
+    routes: bool = False
+    """Also record which experts each token took (models with routed experts, pp=1)."""
     prefix_cache: bool = True
     """Compute a prompt that several answers share once per rollout."""
     max_running_requests: PositiveInt = 64

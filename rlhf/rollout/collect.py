@@ -13,6 +13,7 @@ from rlhf.dist.gate import PhaseGate
 from rlhf.dist.groups import PhaseGroup
 from rlhf.dist.layout import RolloutLayout
 from rlhf.rollout.engine import Completion, RolloutEngine, SampleRequest
+from rlhf.rollout.routes import expert_loads
 from rlhf.types import (
     Phase,
     Prompt,
@@ -86,6 +87,7 @@ def to_trajectory(prompt: Prompt, sample: int, done: Completion) -> Trajectory:
         rollout_logprobs=logprobs,
         versions=np.where(mask, done.version, -1).astype(np.int32),
         status=done.status,
+        routes=done.routes,
     )
 
 
@@ -93,6 +95,12 @@ def response_mask(total: int, start: int, generated: int) -> np.ndarray:
     """[total] bool, True on ``generated`` positions from ``start``: only lengths decide."""
     at = np.arange(total)
     return (at >= start) & (at < start + generated)
+
+
+def sum_of(arrays: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    """Element-wise, of those that are there."""
+    present = [a for a in arrays if a is not None]
+    return np.sum(present, axis=0) if present else None
 
 
 class Collector:
@@ -109,8 +117,12 @@ class Collector:
         decoder: Decoder,
         seed: int,
         timeout_s: float,
+        num_experts: int | None = None,
     ) -> None:
-        """``engine`` is None on ranks that do not lead one."""
+        """``engine`` is None on ranks that do not lead one.
+
+        ``num_experts``: routed experts of a layer, where engines record routes; else None.
+        """
         self._engine = engine
         self._layout = layout
         self._group = group
@@ -119,6 +131,7 @@ class Collector:
         self._decoder = decoder
         self._seed = seed
         self._timeout_s = timeout_s
+        self._num_experts = num_experts
         self.version = -1
 
     def set_version(self, version: int) -> None:
@@ -140,8 +153,9 @@ class Collector:
         """
         with self._gate.phase(phase, step):
             mine, samples = self._answer(prompts, step, sampling, num_samples)
-            shares = self._group.gather([facts for facts, _ in mine])
-            facts = sorted((f for share in shares for f in share), key=lambda f: f.index)
+            loads = self._expert_loads([trajectory for _, trajectory in mine])
+            shares = self._group.gather(([facts for facts, _ in mine], loads))
+            facts = sorted((f for share, _ in shares for f in share), key=lambda f: f.index)
             want = len(prompts) * num_samples
             if [f.index for f in facts] != list(range(want)):
                 raise RuntimeError(f"rollout gave {len(facts)} trajectories, expected {want}")
@@ -149,6 +163,7 @@ class Collector:
                 facts=tuple(facts),
                 trajectories={facts.index: trajectory for facts, trajectory in mine},
                 samples=samples,
+                expert_loads=sum_of([loads for _, loads in shares]),
             )
 
     def _answer(
@@ -193,6 +208,13 @@ class Collector:
             self._engine.generate(requests, take, self._timeout_s)
         ordered = [scored[r.key] for r in requests]
         return [(f, t) for f, t, _ in ordered], tuple(s for _, _, s in ordered)
+
+    def _expert_loads(self, trajectories: Sequence[Trajectory]) -> np.ndarray | None:
+        """Of this rank's trajectories."""
+        if self._num_experts is None:
+            return None
+        routes = [t.routes for t in trajectories if t.routes is not None]
+        return sum_of([expert_loads(r, self._num_experts) for r in routes])
 
     def _text(self, done: Completion, stop_token_ids: tuple[int, ...]) -> str:
         ids = list(done.token_ids)

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
 
 from rlhf.types import Status
 
@@ -22,6 +25,15 @@ SEED_LIMIT = 2**63
 
 class EngineDied(RuntimeError):  # noqa: N818  (an event, named as such)
     """The engine's processes are gone, or do not answer; the message names the cause."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedLayers:
+    """The layers ``first`` to ``stop - 1``, the model's last, have routed experts."""
+
+    first: int
+    stop: int
+    experts_per_token: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +54,10 @@ class EngineSpec:
     vocab_size: int
     max_position: int
     context_tokens: int
-    has_experts: bool = False
+    routed: RoutedLayers | None = None
+    """None: a model without routed experts."""
+    routes: bool = False
+    """Answer with the experts of each token too."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     device: Literal["cpu", "cuda"] = "cpu"
     tp: int = 1
@@ -82,6 +97,10 @@ class EngineSpec:
                 raise ValueError(
                     f"rollout.{name}={getattr(self, name)} must divide rollout.tp={self.tp}"
                 )
+        if self.routes and (self.routed is None or self.pp > 1):
+            raise ValueError(
+                f"rollout.routes: needs a model with routed experts and rollout.pp=1, is {self.pp}"
+            )
         if self.context_tokens + RESERVED_TOKENS > self.max_position:
             raise ValueError(
                 f"prompt and answer of {self.context_tokens} tokens and {RESERVED_TOKENS} that "
@@ -142,7 +161,8 @@ class Completion:
     """The answer to the request with this key.
 
     ``token_ids`` are those sampled, the token that stopped the answer included; ``logprobs`` has
-    one entry for each. ``version`` is the weight version that sampled them.
+    one entry for each. ``version`` is the weight version that sampled them. ``routes`` are those
+    of prompt and answer (``rlhf.rollout.routes``), None unless the spec asks for them.
     """
 
     key: int
@@ -150,6 +170,7 @@ class Completion:
     logprobs: list[float]
     status: Status
     version: int
+    routes: np.ndarray | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import time
 import traceback
 from typing import NoReturn
 
-from rlhf.rollout.engine import EngineSpec
+from rlhf.rollout.engine import EngineSpec, RoutedLayers
 from rlhf.rollout.lifeline import (
     EXIT_DIED,
     Links,
@@ -59,7 +59,8 @@ def serve(spec: EngineSpec, links: Links, *, fork: bool) -> NoReturn:
 def spec_from_json(text: str) -> EngineSpec:
     """The inverse of ``json.dumps(dataclasses.asdict(spec))``."""
     fields = json.loads(text)
-    return EngineSpec(**fields | {"cores": tuple(fields["cores"])})
+    routed = RoutedLayers(**fields["routed"]) if fields["routed"] is not None else None
+    return EngineSpec(**fields | {"cores": tuple(fields["cores"]), "routed": routed})
 
 
 def main() -> NoReturn:

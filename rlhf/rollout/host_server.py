@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from math import isfinite
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rlhf.rollout.channel import (
     LENGTH,
@@ -50,8 +50,12 @@ from rlhf.rollout.engine import (
 )
 from rlhf.rollout.host_weights import EngineWeights
 from rlhf.rollout.lifeline import EXIT_DIED, Links, describe_exit, peek_exit, write_obituary
+from rlhf.rollout.routes import decode_routes
 from rlhf.rollout.sglang_engine import Batch, sampling_params
 from rlhf.types import Status
+
+if TYPE_CHECKING:
+    import numpy as np
 
 ABORT_EVERY_S = 0.2
 Groups = Mapping[tuple[int, ...], int]
@@ -156,8 +160,9 @@ class Host:
         if self._spec.prefix_cache:
             await self._cache_prompts(message, groups)
         async for index, out in self._finished(message.requests, groups, f"{message.call}"):
-            key = message.requests[index].key
-            self._send(Answered(message.call, self._completion(key, out)))
+            request = message.requests[index]
+            completion = self._completion(request.key, len(request.token_ids), out)
+            self._send(Answered(message.call, completion))
 
     async def _cache_prompts(self, message: Generate, groups: Groups) -> None:
         """Compute each prompt that several requests share once; they then find it in the cache.
@@ -189,6 +194,7 @@ class Host:
             sampling_params=[sampling_params(r, self._spec.deterministic) for r in requests],
             rid=[f"{name}.{i}" for i in range(len(requests))],
             return_logprob=True,
+            return_routed_experts=self._spec.routes,
             stream=True,
         )
         async with aclosing(self._manager.generate_request(batch, None)) as outputs:
@@ -196,7 +202,7 @@ class Host:
                 if out["meta_info"]["finish_reason"] is not None:
                     yield out["index"], out
 
-    def _completion(self, key: int, out: dict[str, Any]) -> Completion:
+    def _completion(self, key: int, prompt_tokens: int, out: dict[str, Any]) -> Completion:
         reason = out["meta_info"]["finish_reason"]
         if reason.get("status_code") is not None:
             raise RuntimeError(f"request {key} was refused by SGLang: {reason.get('message')}")
@@ -205,6 +211,7 @@ class Host:
         if reason["type"] == "abort":  # the last step of an aborted request may be half reported
             num_tokens = min(len(token_ids), len(logprobs))
             token_ids, logprobs = token_ids[:num_tokens], logprobs[:num_tokens]
+        routes = self._routes(out, prompt_tokens + len(token_ids) - 1)
         if len(token_ids) != len(logprobs):
             raise RuntimeError(
                 f"request {key}: {len(token_ids)} tokens but {len(logprobs)} log-probabilities"
@@ -214,7 +221,21 @@ class Host:
                 f"request {key}: the engine gave a log-probability that is not finite; "
                 "its weights or its cache hold NaN"
             )
-        return Completion(key, token_ids, logprobs, STATUS[reason["type"]], self._weights.version)
+        status = STATUS[reason["type"]]
+        return Completion(key, token_ids, logprobs, status, self._weights.version, routes)
+
+    def _routes(self, out: dict[str, Any], num_tokens: int) -> np.ndarray | None:
+        """Those of the first ``num_tokens`` tokens; an aborted request may have more."""
+        if not self._spec.routes:
+            return None
+        assert self._spec.routed is not None
+        text = out["meta_info"].get("routed_experts")
+        if text is None:  # aborted before it ran
+            return None
+        routes = decode_routes(text, self._spec.routed)
+        if len(routes) < num_tokens:
+            raise RuntimeError(f"the engine gave routes of {len(routes)} tokens of {num_tokens}")
+        return routes[:num_tokens]
 
     async def _abort(self, generation: asyncio.Task[None]) -> None:
         # Asked again until it holds: requests may still be on their way to the scheduler.

@@ -27,6 +27,7 @@ from rlhf.rollout.lifeline import die_with_parent, write_obituary
 
 NEVER = 2**30
 """Tokens between two partial outputs of a request: only the first and the last are sent."""
+ROUTED_CHUNK_TOKENS = 8192
 DERIVED_PORTS = (
     DP_ATTENTION_HANDSHAKE_PORT_DELTA,
     *range(ZMQ_TCP_PORT_DELTA, ZMQ_TCP_PORT_DELTA + 7),
@@ -49,7 +50,8 @@ def server_args(spec: EngineSpec) -> dict[str, Any]:
         "random_seed": spec.random_seed,
         "enable_deterministic_inference": spec.deterministic,
         "disable_radix_cache": not spec.prefix_cache,
-        "chunked_prefill_size": -1 if spec.deterministic else None,
+        "chunked_prefill_size": _prefill_chunk(spec),
+        "enable_return_routed_experts": spec.routes,
         "enable_fp32_lm_head": spec.fp32_head and spec.dtype == "bfloat16",
         "sleep_on_idle": True,
         "watchdog_timeout": spec.hang_limit_s,
@@ -58,7 +60,8 @@ def server_args(spec: EngineSpec) -> dict[str, Any]:
     if spec.kv_tokens is not None:
         args["max_total_tokens"] = spec.kv_tokens
     if spec.device == "cpu":
-        full = spec.max_running_requests * (spec.context_tokens + RESERVED_TOKENS)
+        requests = -(-spec.max_running_requests // spec.dp)  # of one DP-attention group
+        full = requests * (spec.context_tokens + RESERVED_TOKENS)
         args |= {
             "attention_backend": "torch_native",
             "sampling_backend": "pytorch",
@@ -73,6 +76,8 @@ def server_args(spec: EngineSpec) -> dict[str, Any]:
             "base_gpu_id": spec.first_device,
             "enable_memory_saver": True,
         }
+        if spec.routed is not None:
+            args["moe_runner_backend"] = "triton"  # others permute the experts' weights
     return args
 
 
@@ -92,9 +97,19 @@ def _layout_args(spec: EngineSpec) -> dict[str, Any]:
             "enable_dp_lm_head": True,
             "port": _free_port(),
         }
-        if spec.has_experts:  # a model without would leave out the sum over tp, too
+        if spec.routed is not None:  # a model without would leave out the sum over tp, too
             args["moe_dense_tp_size"] = 1
     return args
+
+
+def _prefill_chunk(spec: EngineSpec) -> int | None:
+    """Tokens of a prefill step; -1: all that are there, None: SGLang's choice.
+
+    Its record of routes has room for one chunk, so there must be one.
+    """
+    if not spec.deterministic:
+        return None
+    return max(ROUTED_CHUNK_TOKENS, spec.context_tokens) if spec.routes else -1
 
 
 def _free_port() -> int:

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from rlhf.builder import routed_layers
 from rlhf.dist.layout import RolloutLayout
 from rlhf.reshard.execute import Mover
 from rlhf.reshard.plan import Topology, plan
@@ -41,7 +42,7 @@ def make_spec(folder: Path, **overrides: Any) -> EngineSpec:
         "vocab_size": shape.vocab_size,
         "max_position": shape.max_position,
         "context_tokens": 256,
-        "has_experts": shape.moe is not None,
+        "routed": routed_layers(shape),
         "dtype": "float32",
         "max_running_requests": 16,
         "start_timeout_s": 120.0,
@@ -160,6 +161,22 @@ def reference_logprobs(
     ids = torch.tensor([[*prompt, *answer]])
     logits = model(ids).logits[0, len(prompt) - 1 : -1].double()
     return torch.log_softmax(logits / temperature, -1)
+
+
+@torch.no_grad()
+def reference_routes(model: Any, prompt: tuple[int, ...], answer: list[int]) -> Tensor:
+    """[L - 1, layers with routed experts, experts per token]: what the experts are called with."""
+    chosen: list[Tensor] = []
+
+    def note(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        chosen.append(args[1] if len(args) > 1 else kwargs["top_k_index"])
+
+    experts = [module for name, module in model.named_modules() if name.endswith("mlp.experts")]
+    hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in experts]
+    model(torch.tensor([[*prompt, *answer[:-1]]]))
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(chosen, dim=1).to(torch.int16)
 
 
 def greedy(prompt: tuple[int, ...], key: int, num_tokens: int = 16) -> SampleRequest:

@@ -159,7 +159,8 @@ LAYOUTS = {
         {"kl": {"place": "loss", "coef": 0.05}},
     ),
     "qwen2 tied tp2, two engines": ("qwen2", {"tp": 2, "pp": 1}, {}, {}),
-    "qwen3 pp2, engine tp2": ("qwen3", {"pp": 2}, {"tp": 2}, {}),
+    "qwen3 tp2, engine pp2": ("qwen3", {"tp": 2, "pp": 1}, {"pp": 2}, {}),
+    "qwen3 pp2, engine dp2": ("qwen3", {"pp": 2}, {"tp": 2, "dp": 2}, {}),
     "qwen3 dp2, two engines, kl in reward": (
         "qwen3",
         {"pp": 1},
@@ -169,7 +170,10 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] if n.endswith("dp2") else []) for n in LAYOUTS],
+)
 def test_engine_trainer_and_transformers_agree_after_updates_and_reshards(name, tmp_path):
     family, train, rollout, algorithm = LAYOUTS[name]
     config = tiny_config(

@@ -209,7 +209,12 @@ def test_layouts_that_megatron_cannot_cut_are_refused(settings_, layout, words):
 @pytest.mark.parametrize(
     "family,settings_,layout,words",
     [
-        ("llama", {"tie_word_embeddings": True}, RolloutLayout(2, pp=2), ["rollout.pp=2", "tied"]),
+        (
+            "llama",
+            {"tie_word_embeddings": True},
+            RolloutLayout(2, pp=2),
+            ["rollout.pp: must be 1, is 2", "tied"],
+        ),
         ("llama", {}, RolloutLayout(2, tp=2, dp=2), ["rollout.dp: must be 1, is 2", "no DP-a"]),
         ("qwen3", {}, RolloutLayout(3, tp=3), ["rollout.tp: 3", "8 attention heads"]),
         ("qwen3", {"num_key_value_heads": 3, "num_attention_heads": 12}, RolloutLayout(2, tp=2),

@@ -126,6 +126,15 @@ def test_large_weights_give_up_their_pages_in_sleep():
     assert [p.data_ptr() for p in rank.model.parameters()] == pointers
 
 
+def test_what_the_model_derives_from_its_weights_sleeps_with_them():
+    rank = OneRank()
+    rank.open()
+    module = rank.model.get_submodule("model.layers.0.self_attn")
+    module.w_kc = torch.ones(2, 3, 4).transpose(1, 2)
+    rank.load({"op": "sleep"})
+    assert module.w_kc.isnan().all()
+
+
 def test_parameters_replaced_after_the_opening_are_found():
     rank = OneRank()
     rank.open()

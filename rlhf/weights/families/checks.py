@@ -68,11 +68,11 @@ def rollout_faults(shape: ModelShape, layout: RolloutLayout) -> Iterator[str]:
             "lower rollout.tp for more engines instead"
         )
     if layout.pp > shape.num_layers:
-        yield f"rollout.pp={layout.pp} must be at most the number of layers, {shape.num_layers}"
+        yield f"rollout.pp: {layout.pp} must be at most the number of layers, {shape.num_layers}"
     if layout.pp > 1 and shape.tied_embeddings and not family.tied_engine_stages:
         yield (
-            f"rollout.pp={layout.pp} must be 1: SGLang's {shape.family} has no head on the last "
-            "stage when embeddings are tied"
+            f"rollout.pp: must be 1, is {layout.pp}: SGLang's {shape.family} has no head on the "
+            "last stage when embeddings are tied"
         )
 
 
