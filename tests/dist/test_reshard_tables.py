@@ -10,7 +10,7 @@ from rlhf.weights.families import full_shapes, rollout_param_shapes, rollout_pie
 from rlhf.weights.model_shape import load_model_shape
 from tests.helpers.sglang_probe import Probe, probe_many
 from tests.helpers.shards import coded_tensors, cut
-from tests.helpers.tiny_models import DEEPSEEK, make_tiny
+from tests.helpers.tiny_models import make_tiny
 
 SIZES = {
     "vocab_size": 131,
@@ -28,12 +28,7 @@ MODELS = {
     "qwen3 tied": {"family": "qwen3", "num_key_value_heads": 4, "tied": True},
     "qwen3_moe": {"family": "qwen3_moe", "num_key_value_heads": 2},
     "deepseek_v3": {"family": "deepseek_v3", "num_key_value_heads": 8, "first_k_dense_replace": 2},
-    "moonlight": {
-        "family": "moonlight",
-        "num_key_value_heads": 8,
-        # SGLang's CPU path refuses to be built without it; parameters are the same
-        "rope_parameters": DEEPSEEK["rope_parameters"],
-    },
+    "moonlight": {"family": "moonlight", "num_key_value_heads": 8},
     "glm4_moe": {"family": "glm4_moe", "num_key_value_heads": 4},
     "glm4_moe air": {"family": "glm4_moe", "num_key_value_heads": 4, "use_qk_norm": False},
 }

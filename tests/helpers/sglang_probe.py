@@ -143,33 +143,24 @@ def _build(probe: Probe) -> Any:
 
 def _fake_world(args: Any, probe: Probe) -> None:
     """SGLang's groups over torch's fake backend: sizes and ranks without peers."""
-    import torch.distributed as dist
     from sglang.srt.distributed import parallel_state
     from sglang.srt.layers.dp_attention import initialize_dp_attention
     from sglang.srt.layers.moe import initialize_moe_config
     from sglang.srt.layers.quantization.fp8_utils import initialize_fp8_gemm_config
     from sglang.srt.layers.quantization.unquant import initialize_bf16_gemm_config
     from sglang.srt.runtime_context import SpawnRanks, publish, spawn_world_rank
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from tests.helpers.fake_world import fake_groups
 
     at = probe.layout.coord(probe.rank)
     rank = spawn_world_rank(args, tp_rank=at.tp, pp_rank=at.pp)
     publish(args, role="scheduler", ranks=SpawnRanks(world_rank=rank, dp_rank=None, gpu_id=0))
     world = probe.layout.engine_size
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-    real = dist.new_group
-
-    def fake_group(ranks: Any = None, *_: Any, **__: Any) -> Any:
-        return real(ranks, backend="fake")
-
-    dist.new_group = fake_group
-    try:
+    with fake_groups(rank, world):
         parallel_state.init_distributed_environment(
             backend="fake", world_size=world, rank=rank, local_rank=0
         )
         parallel_state.initialize_model_parallel(backend="fake")
-    finally:
-        dist.new_group = real
     initialize_dp_attention(args)
     initialize_moe_config()
     initialize_fp8_gemm_config()
