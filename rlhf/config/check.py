@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf.config.check_algorithm import algorithm_faults, optimizer_faults
+from rlhf.config.check_experts import expert_faults
 from rlhf.config.faults import ConfigError
 from rlhf.config.schema import (
     Config,
@@ -54,6 +55,7 @@ def check_config(config: Config, shape: ModelShape, world: int, source: str = "c
     rules: tuple[Callable[[], Iterator[str]], ...] = (
         lambda: _layout_faults(config, shape, world),
         lambda: _feature_faults(config.rollout, shape),
+        lambda: expert_faults(config.train, shape),
         lambda: _batch_section_faults(config, world),
         lambda: algorithm_faults(config),
         lambda: sampling_faults(config.rollout.sampling),

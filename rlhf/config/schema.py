@@ -47,6 +47,27 @@ class ModelSection(Section):
     """Output head in float32 in trainer and engine; halves the bf16 gap between them."""
 
 
+class ExpertsSection(Section):
+    """Training of a model with routed experts; for other models every key is refused."""
+
+    dispatcher: Literal["alltoall", "allgather", "flex"] = "alltoall"
+    """How tokens reach the ranks of their experts; flex is DeepEP (GPUs)."""
+    aux_loss: Literal["none", "sequence", "global"] = "none"
+    """Loss that rewards even loads: of each sequence (arXiv:2412.19437, Eq. 17-20), or of all
+    micro-batches so far of an update on all ranks (arXiv:2501.11873)."""
+    aux_loss_coef: PositiveFloat | None = None
+    """Its factor; needed unless aux_loss is none."""
+    z_loss_coef: NonNegative = 0.0
+    """Factor of the mean squared log-sum-exp of the router's logits (arXiv:2202.08906, Eq. 5)."""
+    freeze_router: bool = False
+    """The routers' weights are not trained."""
+    bias_update_rate: NonNegative = 0.0
+    """Step by which an expert's bias follows its load after an update (arXiv:2408.15664);
+    0: the biases stay."""
+    bias_decay: Fraction = 0.0
+    """Share of each bias that is taken away after an update."""
+
+
 class TrainSection(Section):
     """Megatron's layout and how a pass runs. dp = ranks / (tp * pp * cp)."""
 
@@ -64,6 +85,7 @@ class TrainSection(Section):
     ep: PositiveInt = 1
     etp: PositiveInt | None = None
     """Tensor parallel size of experts; empty: tp."""
+    moe: ExpertsSection = ExpertsSection()
     sequence_parallel: bool = False
     """Shard activations between tp regions over the sequence."""
     recompute: Literal["none", "selective", "full"] = "none"

@@ -62,7 +62,8 @@ def transformer_config(
         embedding_init_method=_leave_as_is,
         # The loss arrives with its global denominators: no division by micro-batches or dp.
         calculate_per_token_loss=True,
-        **_pipeline(shape.num_layers, layout),
+        **_pipeline(shape.num_layers, layout, train.moe.dispatcher),
+        **_experts(shape, layout, train.moe.dispatcher),
         **_RECOMPUTE[train.recompute],
         **fusions(choose_kernels(dtype)),
     )
@@ -74,7 +75,30 @@ def _leave_as_is(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
-def _pipeline(num_layers: int, layout: TrainLayout) -> dict[str, Any]:
+def _experts(shape: ModelShape, layout: TrainLayout, dispatcher: str) -> dict[str, Any]:
+    """Sizes and dispatch; routing and its losses are our router's (``mcore.router``)."""
+    moe = shape.moe
+    if moe is None:
+        return {}
+    shared = moe.num_shared_experts * moe.ffn_size
+    return {
+        "num_moe_experts": moe.num_experts,
+        "moe_ffn_hidden_size": moe.ffn_size,
+        "moe_router_topk": moe.num_experts_per_token,
+        "moe_shared_expert_intermediate_size": shared or None,
+        "moe_layer_freq": [int(shape.has_experts(n)) for n in range(shape.num_layers)],
+        "moe_grouped_gemm": True,
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": dispatcher,
+        "moe_router_dtype": "fp32",
+        # would need as many rows from the router as it was given, and padding goes to no expert
+        "moe_permute_fusion": False,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.expert_tp,
+    }
+
+
+def _pipeline(num_layers: int, layout: TrainLayout, dispatcher: str) -> dict[str, Any]:
     """Stages, chunks and how neighbours talk."""
     if layout.pp == 1:
         return {}
@@ -87,8 +111,8 @@ def _pipeline(num_layers: int, layout: TrainLayout) -> dict[str, Any]:
         "batch_p2p_comm": not interleaved,
         "deallocate_pipeline_outputs": not interleaved or torch.cuda.is_available(),
         "variable_seq_lengths": True,
-        # the default is checked against variable lengths, dense models or not
-        "moe_token_dispatcher_type": "alltoall",
+        # megatron's default is checked against variable lengths, dense models or not
+        "moe_token_dispatcher_type": dispatcher,
     }
 
 

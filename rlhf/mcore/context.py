@@ -64,6 +64,7 @@ def cut(
         needed=needed[made_here],
         source=torch.arange(int(made_here.sum()), device=device),
         targets=whole.targets[made_here],
+        members=whole.members[:, rows],
         made_here=made_here,
     )
 

@@ -61,7 +61,7 @@ class PackedSequences(PackedSeqParams):
     positions: Tensor | None = None
     """[S] int64: position of each row in its sequence."""
     rotation: tuple[Tensor, Tensor] | None = None
-    """Cosine and sine [S, 1, d / 2] of the rotary embedding."""
+    """Cosine and sine [S, 1, rotary_dim / 2] of the rotary embedding."""
 
 
 def batch_paths(
@@ -192,9 +192,12 @@ class SDPACoreAttention(MegatronModule):
     """Causal self-attention with grouped queries; heads are this rank's share.
 
     Takes what megatron gives to a core attention, queries and keys before the rotary embedding:
-    query [S, heads, d], key and value [S, kv_heads, d], and a :class:`PackedSequences`. Returns
-    [S, heads * d]. Under context parallelism S is this rank's share of the rows, and keys and
-    values are gathered over the group (their gradients are summed and scattered back).
+    query [S, heads, d], key [S, kv_heads, d], value [S, kv_heads, dv], and a
+    :class:`PackedSequences`. Returns [S, heads * dv]. Under context parallelism S is this rank's
+    share of the rows, and keys and values are gathered over the group (their gradients are summed
+    and scattered back).
+
+    Latent attention names the width of its heads, ``k_channels``, and rotates them itself.
     """
 
     def __init__(
@@ -205,11 +208,14 @@ class SDPACoreAttention(MegatronModule):
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
         cp_comm_type: str | None = None,
         pg_collection: Any = None,
     ) -> None:
         super().__init__(config)
         assert not config.attention_dropout, f"{config.attention_dropout=} must be 0"
+        self._rotates = k_channels is None
         self.scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
         self._cp_group = pg_collection.cp if config.context_parallel_size > 1 else None
 
@@ -225,11 +231,12 @@ class SDPACoreAttention(MegatronModule):
     ) -> Tensor:
         packed = packed_seq_params
         assert packed is not None, "core attention runs packed sequences only"
-        assert packed.rotation is not None
         assert packed.place is not None
         assert attention_mask is None
         assert attention_bias is None
-        query, key = (Rotate.apply(x, *packed.rotation) for x in (query, key))
+        if self._rotates:
+            assert packed.rotation is not None
+            query, key = (Rotate.apply(x, *packed.rotation) for x in (query, key))
         if self._cp_group is not None:
             both = torch.cat([key, value], -1)
             both = gather_from_sequence_parallel_region(both, group=self._cp_group)
@@ -239,7 +246,7 @@ class SDPACoreAttention(MegatronModule):
         return joined.index_select(0, packed.place).flatten(1)
 
     def _attend(self, group: PathGroup, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """[num_paths * num_queries, heads, d]"""
+        """[num_paths * num_queries, heads, dv]"""
         q = query.index_select(0, group.queries).unflatten(0, (group.num_paths, -1))
         k, v = (
             x.index_select(0, group.keys).unflatten(0, (group.num_paths, -1)).transpose(1, 2)
@@ -261,7 +268,7 @@ class SDPACoreAttention(MegatronModule):
         return out.transpose(1, 2).flatten(0, 1).to(query.dtype)
 
     def _plain(self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor) -> Tensor:
-        """query [p, q, heads, d], key and value [p, groups, k, d] to [p * q, heads, d]."""
+        """query [p, q, heads, d], key and value [p, groups, k, d or dv] to [p * q, heads, dv]."""
         num_paths, num_queries, heads, width = query.shape
         groups = key.shape[1]
         # the heads of a group are more queries of its keys
@@ -270,5 +277,5 @@ class SDPACoreAttention(MegatronModule):
         scores = scores.view(num_paths, heads, num_queries, -1).masked_fill(hidden, -torch.inf)
         weights = scores.softmax(-1).view(num_paths * groups, -1, scores.shape[-1])
         out = torch.bmm(weights, value.flatten(0, 1))
-        out = out.view(num_paths, groups, -1, num_queries, width)
-        return out.permute(0, 3, 1, 2, 4).reshape(num_paths * num_queries, heads, width)
+        out = out.view(num_paths, groups, -1, num_queries, value.shape[-1])
+        return out.permute(0, 3, 1, 2, 4).reshape(num_paths * num_queries, heads, -1)

@@ -12,6 +12,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from rlhf.mcore import moe
 from rlhf.mcore.context import cut
 from rlhf.mcore.model import TrainModel
 from rlhf.mcore.optimizer import Optimizer
@@ -33,6 +34,9 @@ class TrainStats:
     ok: bool
     lr: float
     sums: Mapping[str, float]  # the loss function's, summed over micro-batches and dp
+    expert_loads: Tensor | None
+    """[layers, experts] float64: tokens that each expert saw, each once per sequence that it is in;
+    zero in dense layers. None: no experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +104,30 @@ def train(
     _check_counts(len(micro), groups, model)
     prepared = [_prepare(m, model) for m in micro]
     optimizer.zero_grad()
+    if model.shape.moe is not None:
+        moe.begin_update(model.decoders, [p.stream.members for p in prepared], model.layout.cp)
     sums = _run(model, prepared, partial(_loss, loss_fn), temperature, forward_only=False)
     step = optimizer.step()
+    loads = _count_loads(model, update_biases=step.ok)
     if gather_params:
         optimizer.wait_params()
-    return TrainStats(grad_norm=step.grad_norm, ok=step.ok, lr=step.lr, sums=_add_up(sums, groups))
+    return TrainStats(
+        grad_norm=step.grad_norm,
+        ok=step.ok,
+        lr=step.lr,
+        sums=_add_up(sums, groups),
+        expert_loads=loads,
+    )
+
+
+def _count_loads(model: TrainModel, *, update_biases: bool) -> Tensor | None:
+    """Of the update that ends; the biases of the experts follow it."""
+    if model.shape.moe is None:
+        return None
+    loads = moe.expert_loads(model.decoders, model.shape.num_layers, model.shape.moe.num_experts)
+    if update_biases:
+        moe.update_biases(model.decoders, loads, model.train.moe)
+    return loads
 
 
 def _score(

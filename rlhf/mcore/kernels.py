@@ -53,7 +53,10 @@ class SwiGLUFunction(torch.autograd.Function):
 
 
 class Rotate(torch.autograd.Function):
-    """Rotary embedding of [S, heads, d] by cosine and sine [S, 1, d / 2], in halves."""
+    """Rotary embedding of the first 2 r elements of heads [S, heads, d], in halves, the rest kept.
+
+    Cosine and sine are [S, 1, r].
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -68,7 +71,10 @@ class Rotate(torch.autograd.Function):
 
 def _rotate(x: Tensor, cosine: Tensor, sine: Tensor, sign: float) -> Tensor:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    (x1, x2), (y1, y2) = x.chunk(2, -1), out.chunk(2, -1)
+    half = cosine.shape[-1]
+    sizes = [half, half, x.shape[-1] - 2 * half]
+    (x1, x2, kept), (y1, y2, rest) = x.split(sizes, -1), out.split(sizes, -1)
     torch.mul(x1, cosine, out=y1).addcmul_(x2, sine, value=-sign)
     torch.mul(x2, cosine, out=y2).addcmul_(x1, sine, value=sign)
+    rest.copy_(kept)
     return out

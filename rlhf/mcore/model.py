@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -22,13 +21,14 @@ from rlhf.config.schema import ModelSection, TrainSection
 from rlhf.dist.layout import TrainLayout
 from rlhf.mcore.config import transformer_config
 from rlhf.mcore.context import join_outputs
-from rlhf.mcore.core_attention import PackedSequences
+from rlhf.mcore.moe import routers
+from rlhf.mcore.rope import frequencies
 from rlhf.mcore.spec import decoder_spec
 from rlhf.mcore.stream import Stream
 from rlhf.mcore.value_head import ValueHead
 from rlhf.mcore.vocabulary import LogprobHead, TokenEmbedding
 from rlhf.weights.families import padded_vocab
-from rlhf.weights.model_shape import Llama3Rope, ModelShape
+from rlhf.weights.model_shape import ModelShape
 
 Head = Literal["logprobs", "values"]
 """What the last stage makes of its hidden states."""
@@ -51,7 +51,7 @@ class Decoder(GPTModel):
         """``chunk``: number of the virtual chunk, None without virtual stages."""
         super().__init__(
             config,
-            decoder_spec(config, chunk),
+            decoder_spec(config, shape, train.moe, chunk),
             vocab_size=padded_vocab(shape, layout.tp),
             max_sequence_length=shape.max_position,
             pre_process=parallel_state.is_pipeline_first_stage(False, chunk),
@@ -60,6 +60,7 @@ class Decoder(GPTModel):
             share_embeddings_and_output_weights=shape.tied_embeddings and head == "logprobs",
             position_embedding_type="rope",
             rotary_base=shape.rope_theta,
+            rotary_percent=shape.rotary_dim / shape.head_dim,
             vp_stage=chunk,
         )
         if self.pre_process:
@@ -72,9 +73,10 @@ class Decoder(GPTModel):
                     self.output_layer, shape.vocab_size, train.logprob_chunk_tokens, fp32_head
                 )
             )
-        if isinstance(shape.rope_scaling, Llama3Rope):
-            rope = self.rotary_pos_emb
-            rope.inv_freq = scale_rope(rope.inv_freq, shape.rope_scaling)
+        inv_freq, self._rope_factor = frequencies(shape)
+        self.rotary_pos_emb.inv_freq = inv_freq.to(torch.cuda.current_device())
+        self._has_experts = shape.moe is not None
+        self._latent = shape.mla is not None
 
     def forward(  # type: ignore[override]
         self, stream: Stream, temperature: float
@@ -86,15 +88,18 @@ class Decoder(GPTModel):
         attention mask exists.
         """
         packed, rope = stream.packed, None
-        if isinstance(packed, PackedSequences):
+        if self._latent or packed.groups:
             packed = replace(packed, rotation=self._rotation(packed.positions))
         else:
+            assert self._rope_factor == 1, "YaRN needs latent attention or our own"
             rope = self.rotary_pos_emb(packed.max_seqlen_q, packed_seq=True)
         hidden = self.decoder(
             hidden_states=self.embedding(stream.tokens, None) if self.pre_process else None,
             attention_mask=None,
             rotary_pos_emb=rope,
             packed_seq_params=packed,
+            # the one argument per row that megatron brings to the layers of experts
+            padding_mask=self._own_rows(stream.members) if self._has_experts else None,
         )
         if not self.post_process:
             return hidden
@@ -108,20 +113,30 @@ class Decoder(GPTModel):
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine [S, 1, d / 2] in the dtype of the queries."""
         angles = (positions.float()[:, None] * self.rotary_pos_emb.inv_freq)[:, None]
-        dtype = self.config.params_dtype
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        dtype, factor = self.config.params_dtype, self._rope_factor
+        return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+
+    def _own_rows(self, members: Tensor) -> Tensor:
+        """Columns [sequences, S / tp] of this rank's shard of the sequence."""
+        if not self.config.sequence_parallel:
+            return members
+        group = self.pg_collection.tp
+        return members.chunk(group.size(), 1)[group.rank()]
 
 
 @dataclass(frozen=True)
 class TrainModel:
     """A model on this rank: its pipeline chunks, wrapped for gradients if trainable."""
 
+    shape: ModelShape
+    train: TrainSection
     config: TransformerConfig
     layout: TrainLayout
     chunks: list[torch.nn.Module]
     decoders: list[Decoder]
     params: Mapping[str, Tensor]
-    """This rank's parameters by name; with several virtual chunks the chunk's number in front."""
+    """This rank's parameters and expert biases (float32, without gradient) by name; with several
+    virtual chunks the chunk's number in front."""
 
     @property
     def device(self) -> torch.device:
@@ -161,17 +176,49 @@ def build_model(
         for chunk in (range(layout.vpp) if layout.vpp > 1 else [None])
     ]
     chunks: list[torch.nn.Module] = list(decoders)
+    _mark_cuts(decoders)
     if trainable:
+        if train.moe.freeze_router:
+            for router in routers(decoders):
+                router.weight.requires_grad_(False)
         chunks = _wrap(config, decoders, train)
     else:
         for decoder in decoders:
             decoder.requires_grad_(False)
-    params = {
-        f"chunk{i}.{name}" if layout.vpp > 1 else name: parameter
-        for i, decoder in enumerate(decoders)
-        for name, parameter in decoder.named_parameters()
-    }
-    return TrainModel(config=config, layout=layout, chunks=chunks, decoders=decoders, params=params)
+    return TrainModel(
+        shape=shape,
+        train=train,
+        config=config,
+        layout=layout,
+        chunks=chunks,
+        decoders=decoders,
+        params={
+            f"chunk{i}.{name}" if layout.vpp > 1 else name: tensor
+            for i, decoder in enumerate(decoders)
+            for name, tensor in _held_tensors(decoder)
+        },
+    )
+
+
+def _held_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """What a checkpoint has of it: parameters and expert biases."""
+    yield from decoder.named_parameters()
+    for name, buffer in decoder.named_buffers():
+        if name.endswith(".expert_bias"):
+            yield name, buffer
+
+
+def _mark_cuts(decoders: list[Decoder]) -> None:
+    """The gradient norm counts a parameter without this mark on one TP rank only.
+
+    Transformer-engine marks by how a layer talks, which experts and replicated layers do not.
+    """
+    for decoder in decoders:
+        for name, parameter in decoder.named_parameters():
+            if ".mlp.experts." in name:
+                parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+            if name.endswith("_down_proj.weight"):
+                parameter.tensor_model_parallel = False  # type: ignore[attr-defined]
 
 
 def _wrap(
@@ -196,7 +243,7 @@ def _wrap(
         for i, decoder in enumerate(decoders)
     ]
     for chunk in chunks:
-        _count_padding(chunk.buffers)
+        _count_padding([*chunk.buffers, *chunk.expert_parallel_buffers])
     if overlap:
         no_syncs = [chunk.no_sync for chunk in chunks]
         config.no_sync_func = no_syncs[0] if len(chunks) == 1 else no_syncs
@@ -222,15 +269,3 @@ def _finalize(
 ) -> None:
     """megatron's reductions, without its division by a token count: the loss has its own."""
     finalize_model_grads(chunks, None, **kwargs)
-
-
-def scale_rope(inv_freq: Tensor, scaling: Llama3Rope) -> Tensor:
-    """Llama 3's frequencies: long waves slowed by ``factor``, short ones kept, between a blend.
-
-    Source: the Llama 3.1 reference code (apply_scaling); same as transformers' rope type llama3.
-    """
-    wavelength = 2 * math.pi / inv_freq
-    original = scaling.original_max_position_embeddings
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    share = ((original / wavelength - low) / (high - low)).clamp(0, 1)
-    return (1 - share) * inv_freq / scaling.factor + share * inv_freq

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, clip_grads, get_megatron_optimizer
 
 from rlhf.config.schema import OptimizerSection
 from rlhf.mcore.model import TrainModel
@@ -51,13 +51,19 @@ class Optimizer:
             group["lr"] = lr
         self.num_updates += 1
         self.inner.prepare_grads()
-        (sharded,) = self.inner.chained_optimizers
-        # an infinite limit measures without clipping
-        grad_norm = float(sharded.clip_grad_norm(self._cfg.clip_grad or math.inf))
+        grad_norm = self._clip(self._cfg.clip_grad or math.inf)
         ok = math.isfinite(grad_norm)
         if ok:
             self.inner.step_with_ready_grads()
         return StepStats(grad_norm=grad_norm, ok=ok, lr=lr)
+
+    def _clip(self, limit: float) -> float:
+        """The norm of all gradients together; experts cut over ranks have their own optimizer."""
+        grad_norm = float(self.inner.get_grad_norm())
+        for part in self.inner.chained_optimizers:
+            if parameters := part.get_parameters():
+                clip_grads.clip_grad_by_total_norm_fp32(parameters, limit, grad_norm)
+        return grad_norm
 
     def wait_params(self) -> None:
         """Make the parameters complete on every rank. Collective over data parallel ranks."""

@@ -35,20 +35,19 @@ def initialize(layout: TrainLayout, timeout_s: float, seed: int) -> Groups:
 
     Raises:
         RuntimeError: the default group is missing or has another size than the layout.
-        ValueError: the layout has what training lacks (ep above 1).
     """
     if not torch.distributed.is_initialized():
         raise RuntimeError("parallel.initialize needs torch.distributed's default process group")
     world = torch.distributed.get_world_size()
     if world != layout.world:
         raise RuntimeError(f"the layout is for {layout.world} ranks, the process group has {world}")
-    if layout.ep > 1:
-        raise ValueError(f"train.ep={layout.ep}: only 1 is supported")
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.expert_tp,
         distributed_timeout_minutes=timedelta(seconds=timeout_s) / timedelta(minutes=1),
     )
     megatron_random.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)

@@ -8,7 +8,7 @@ both.
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,11 +24,21 @@ from megatron.core.transformer.transformer_block import (
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 from torch import Tensor
 
+from rlhf.config.schema import ExpertsSection
 from rlhf.mcore.core_attention import SDPACoreAttention
+from rlhf.mcore.grouped_linear import ColumnGroupedLinear, RowGroupedLinear
 from rlhf.mcore.kernels import RMSNormFunction, SwiGLUFunction
+from rlhf.mcore.mla import LatentAttention, LatentAttentionParts, ReplicatedLinear
+from rlhf.mcore.moe import expert_layer_spec
+from rlhf.mcore.rope import softmax_scale
+from rlhf.weights.model_shape import ModelShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,65 +65,130 @@ def kernels_for(gpu: bool, installed: bool, dtype: torch.dtype) -> Kernels:
     return Kernels(gpu, engine, engine and dtype in (torch.bfloat16, torch.float16))
 
 
-def decoder_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage and virtual chunk: dense, RMSNorm, gated MLP."""
-    kernels = choose_kernels(config.params_dtype)
-    parts = _transformer_engine_parts() if kernels.engine else _torch_parts()
-    if not kernels.engine_attention:
-        parts["core_attention"] = SDPACoreAttention
-    qk_norm = parts["norm"] if config.qk_layernorm else IdentityOp
-    attention = ModuleSpec(
-        module=SelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
-        submodules=SelfAttentionSubmodules(
-            linear_qkv=parts["norm_column"],
-            core_attention=parts["core_attention"],
-            linear_proj=parts["row"],
-            q_layernorm=qk_norm,
-            k_layernorm=qk_norm,
-        ),
+@dataclass(frozen=True)
+class _Parts:
+    """Classes of the modules that a layer is made of."""
+
+    norm: Any
+    norm_column: Any
+    column: Any
+    row: Any
+    replicated: Any
+    core_attention: Any
+    activation: Any
+    grouped_column: Any
+    grouped_row: Any
+
+    def mlp(self, first: Any) -> MLPSubmodules:
+        return MLPSubmodules(linear_fc1=first, linear_fc2=self.row, activation_func=self.activation)
+
+    @property
+    def grouped(self) -> MLPSubmodules:
+        return MLPSubmodules(
+            linear_fc1=self.grouped_column,
+            linear_fc2=self.grouped_row,
+            activation_func=self.activation,
+        )
+
+
+def decoder_spec(
+    config: TransformerConfig, shape: ModelShape, experts: ExpertsSection, vp_stage: int | None
+) -> TransformerBlockSubmodules:
+    """The layers of this pipeline stage and virtual chunk, as the model's shape has them."""
+    parts = _choose_parts(choose_kernels(config.params_dtype))
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    numbers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
+    return TransformerBlockSubmodules(
+        layer_specs=[_layer(shape, experts, parts, shape.has_experts(n)) for n in numbers],
+        layer_norm=parts.norm,
     )
-    mlp = ModuleSpec(
-        module=MLP,
-        submodules=MLPSubmodules(
-            linear_fc1=parts["norm_column"],
-            linear_fc2=parts["row"],
-            activation_func=parts["activation"],
-        ),
-    )
-    layer = ModuleSpec(
+
+
+def _layer(
+    shape: ModelShape, experts: ExpertsSection, parts: _Parts, has_experts: bool
+) -> ModuleSpec:
+    """Norms are part of the linear layer behind them, where there is one and only one."""
+    if has_experts:
+        assert shape.moe is not None
+        mlp = expert_layer_spec(shape.moe, experts, parts.mlp(parts.column), parts.grouped)
+    else:
+        mlp = ModuleSpec(module=MLP, submodules=parts.mlp(parts.norm_column))
+    return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            self_attention=attention,
+            input_layernorm=IdentityOp if shape.mla is None else parts.norm,
+            self_attention=_attention(shape, parts),
             self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=parts.norm if has_experts else IdentityOp,
             mlp=mlp,
             mlp_bda=get_bias_dropout_add,
         ),
     )
-    num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=parts["norm"])
 
 
-def _transformer_engine_parts() -> dict[str, Any]:
+def _attention(shape: ModelShape, parts: _Parts) -> ModuleSpec:
+    if shape.mla is not None:
+        head_dim = shape.mla.qk_nope_head_dim + shape.mla.qk_rope_head_dim
+        return ModuleSpec(
+            module=LatentAttention,
+            params={"mla": shape.mla, "softmax_scale": softmax_scale(shape, head_dim)},
+            submodules=LatentAttentionParts(
+                replicated=parts.replicated,
+                column=parts.column,
+                norm_column=parts.norm_column,
+                core_attention=parts.core_attention,
+                row=parts.row,
+            ),
+        )
+    qk_norm = parts.norm if shape.qk_norm else IdentityOp
+    return ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=parts.norm_column,
+            core_attention=parts.core_attention,
+            linear_proj=parts.row,
+            q_layernorm=qk_norm,
+            k_layernorm=qk_norm,
+        ),
+    )
+
+
+def _choose_parts(kernels: Kernels) -> _Parts:
+    parts = _transformer_engine_parts() if kernels.engine else _torch_parts()
+    return parts if kernels.engine_attention else replace(parts, core_attention=SDPACoreAttention)
+
+
+def _transformer_engine_parts() -> _Parts:
+    from megatron.core.extensions import transformer_engine as te
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
     provider = TESpecProvider()
-    return {
-        "norm": provider.layer_norm(),
-        "norm_column": provider.column_parallel_layer_norm_linear(),
-        "row": provider.row_parallel_linear(),
-        "core_attention": provider.core_attention(),
-        "activation": None,
-    }
+    return _Parts(
+        norm=provider.layer_norm(),
+        norm_column=provider.column_parallel_layer_norm_linear(),
+        column=provider.column_parallel_linear(),
+        row=provider.row_parallel_linear(),
+        replicated=provider.linear(),
+        core_attention=provider.core_attention(),
+        activation=None,
+        grouped_column=te.TEColumnParallelGroupedLinear,
+        grouped_row=te.TERowParallelGroupedLinear,
+    )
 
 
-def _torch_parts() -> dict[str, Any]:
-    return {
-        "norm": RMSNorm,
-        "norm_column": NormColumnParallelLinear,
-        "row": RowParallelLinear,
-        "activation": SwiGLU,
-    }
+def _torch_parts() -> _Parts:
+    return _Parts(
+        norm=RMSNorm,
+        norm_column=NormColumnParallelLinear,
+        column=ColumnParallelLinear,
+        row=RowParallelLinear,
+        replicated=ReplicatedLinear,
+        core_attention=SDPACoreAttention,
+        activation=SwiGLU,
+        grouped_column=ColumnGroupedLinear,
+        grouped_row=RowGroupedLinear,
+    )
 
 
 def _norm_weight(config: TransformerConfig, size: int) -> torch.nn.Parameter:

@@ -15,10 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from rlhf.mcore.core_attention import Path, batch_paths
+from rlhf.mcore.core_attention import PackedSequences, Path, batch_paths
 from rlhf.types import MicroBatch
 
 
@@ -31,10 +30,13 @@ class Stream:
     """
 
     tokens: Tensor  # [1, S] int64
-    packed: PackedSeqParams
+    packed: PackedSequences
     needed: Tensor  # [u] int64, rows whose hidden state the head needs
     source: Tensor  # [n] int64, index into ``needed``
     targets: Tensor  # [n] int64, the token after each; of meaning where that one is trained
+    members: Tensor
+    """[sequences, S] bool: which sequences run through a row, each up to the last token that is
+    asked for. A row of none is padding: nothing reads its output."""
     made_here: Tensor | None = None
     """Under context parallelism, bool: which outputs of the micro-batch are these n; see
     :func:`rlhf.mcore.context.join_outputs`."""
@@ -80,6 +82,7 @@ def fold(micro: MicroBatch, multiple: int, short: int = 0, asked: Tensor | None 
         needed=needed.to(device),
         source=source.to(device),
         targets=micro.tokens.roll(-1)[rows],
+        members=_members(tree.sequences, len(tree.tokens) + len(padding)).to(device),
     )
 
 
@@ -90,10 +93,16 @@ def keep_whole(micro: MicroBatch, asked: Tensor | None = None) -> Stream:
     """
     rows = (predicting(micro) if asked is None else asked).nonzero().squeeze(1)
     longest = int(micro.cu_seqlens.diff().max())
+    sequences = [
+        range(start, int(own.max()) + 1)
+        for start, stop in itertools.pairwise(micro.cu_seqlens.tolist())
+        if len(own := rows[(rows >= start) & (rows < stop)])
+    ]
     return Stream(
         tokens=micro.tokens[None],
-        packed=PackedSeqParams(
+        packed=PackedSequences(
             qkv_format="thd",
+            positions=micro.positions,
             cu_seqlens_q=micro.cu_seqlens,
             cu_seqlens_kv=micro.cu_seqlens,
             max_seqlen_q=longest,
@@ -102,7 +111,15 @@ def keep_whole(micro: MicroBatch, asked: Tensor | None = None) -> Stream:
         needed=rows,
         source=torch.arange(len(rows), device=rows.device),
         targets=micro.tokens.roll(-1)[rows],
+        members=_members(sequences, len(micro.tokens)).to(rows.device),
     )
+
+
+def _members(sequences: Sequence[Sequence[int]], num_rows: int) -> Tensor:
+    out = torch.zeros(len(sequences), num_rows, dtype=torch.bool)
+    for i, rows in enumerate(sequences):
+        out[i, torch.tensor(rows)] = True
+    return out
 
 
 class _Tree:
@@ -112,6 +129,7 @@ class _Tree:
         self.paths: list[Path] = []
         self.tokens: list[int] = []
         self.positions: list[int] = []
+        self.sequences: list[list[int]] = []  # nodes of each, up to the last one asked for
         self.asked: list[int] = []  # node of every token that is asked for, in order
         self._children: dict[tuple[int, int], int] = {}
 
@@ -127,5 +145,7 @@ class _Tree:
                 self.positions.append(position)
             rows.append(node)
         self.asked += [rows[offset] for offset in asked]
+        if asked:
+            self.sequences.append(rows)
         if len(self.tokens) > known:  # otherwise every row has its output from an earlier path
             self.paths.append(Path(rows, len(rows) - (len(self.tokens) - known)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,9 +11,9 @@ import torch
 from rlhf.config.schema import ModelSection, TrainSection
 from rlhf.dist.layout import TrainLayout
 from rlhf.mcore.config import check_pipeline, fusions, transformer_config
-from rlhf.mcore.model import scale_rope
+from rlhf.mcore.rope import frequencies, scale_llama3, softmax_scale
 from rlhf.mcore.spec import kernels_for
-from rlhf.weights.model_shape import Llama3Rope, parse_model_shape
+from rlhf.weights.model_shape import Llama3Rope, MLAShape, YarnRope, parse_model_shape
 
 RAW = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -29,10 +30,14 @@ RAW = {
 }
 
 
+def _shape():
+    return parse_model_shape(RAW)
+
+
 def _config(layout=None, dtype="float32", **train):
     layout = layout or TrainLayout(1)
     model = ModelSection(path="unused", dtype=dtype)
-    return transformer_config(parse_model_shape(RAW), layout, model, TrainSection(**train))
+    return transformer_config(_shape(), layout, model, TrainSection(**train))
 
 
 def _pipeline(**flags):
@@ -105,7 +110,35 @@ def test_llama3_frequencies_equal_transformers():
     )
     expected, _ = ROPE_INIT_FUNCTIONS["llama3"](hf, "cpu")
     plain = 1.0 / 500000.0 ** (torch.arange(0, 128, 2).float() / 128)
-    torch.testing.assert_close(scale_rope(plain, scaling), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(scale_llama3(plain, scaling), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(("mscale", "all_dim"), [(1.0, 1.0), (0.7, 0.9), (1.0, 0.0)])
+def test_yarn_frequencies_and_factors_equal_transformers(mscale, all_dim):
+    from transformers import DeepseekV3Config
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
+
+    rope = {
+        "rope_theta": 10000.0,
+        "factor": 40.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": mscale,
+        "mscale_all_dim": all_dim,
+    }
+    hf = DeepseekV3Config(num_hidden_layers=1, rope_parameters={"rope_type": "yarn", **rope})
+    mla = MLAShape(None, 512, hf.qk_nope_head_dim, hf.qk_rope_head_dim, hf.v_head_dim)
+    scaling = YarnRope(**{key: value for key, value in rope.items() if key != "rope_theta"})
+    shape = replace(_shape(), rotary_dim=64, rope_theta=1e4, rope_scaling=scaling, mla=mla)
+    got, factor = frequencies(shape)
+    expected, expected_factor = ROPE_INIT_FUNCTIONS["yarn"](hf, "cpu")
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)
+    assert factor == pytest.approx(expected_factor)
+    with torch.device("meta"):
+        attention = DeepseekV3Attention(hf, 0)
+    assert softmax_scale(shape, 192) == pytest.approx(attention.scaling)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -93,3 +95,14 @@ def test_the_whole_form_keeps_the_rows_of_the_micro_batch(micro):
     assert torch.equal(stream.tokens[0], micro.tokens)
     assert torch.equal(stream.needed[stream.source], trained - 1)
     assert torch.equal(stream.packed.cu_seqlens_q, micro.cu_seqlens)
+
+
+@settings(max_examples=60, deadline=None)
+@given(micro=micro_batches(), form=st.sampled_from([lambda m: fold(m, 4), keep_whole]))
+def test_members_are_the_tokens_that_each_sequence_needs(micro, form):
+    """So shared and dropped rows count alike however sequences are packed."""
+    stream = form(micro)
+    borders, trained = micro.cu_seqlens.tolist(), micro.mask.nonzero().squeeze(1).tolist()
+    last = [max(own) for a, b in pairwise(borders) if (own := [t for t in trained if a <= t < b])]
+    rows = [tuple(stream.tokens[0, row].tolist()) for row in stream.members]
+    assert rows == [_history(micro, index) for index in last]

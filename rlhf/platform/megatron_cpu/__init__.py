@@ -3,8 +3,8 @@
 :func:`install` is called once by ``rlhf.builder``, before anything builds a model; it does nothing
 when a GPU is present. What is replaced, and why, stands in the modules: ``runtime`` (torch.cuda
 calls and ``device="cuda"`` literals), ``rng`` (the CUDA generator), ``collectives`` (what gloo
-lacks), ``adam`` (type-name checks of the optimizers; FusedAdam, also used on a GPU that has neither
-transformer-engine nor apex).
+lacks), ``dispatch`` (sizes of what experts exchange), ``adam`` (type-name checks of the optimizers;
+FusedAdam, also used on a GPU that has neither transformer-engine nor apex).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def install() -> bool:
     if torch.cuda.is_available():
         return False
     runtime.quiet_warnings()
-    from rlhf.platform.megatron_cpu import adam, collectives, rng, weight_gradient
+    from rlhf.platform.megatron_cpu import adam, collectives, dispatch, rng, weight_gradient
 
     runtime.keep_freed_memory()
     runtime.disable_compilation()
@@ -35,4 +35,5 @@ def install() -> bool:
     adam.accept_cpu_tensor_types()
     weight_gradient.provide_fused_weight_gradient()
     collectives.complete_gloo()
+    dispatch.provide_split_sizes()
     return True

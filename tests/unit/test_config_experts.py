@@ -1,0 +1,60 @@
+"""Keys for experts that have no effect, or layouts that Megatron trains wrongly, are refused."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from rlhf.config.faults import ConfigError
+from rlhf.weights.model_shape import MoEShape
+from tests.unit.test_config_check import check
+
+QWEN = MoEShape(
+    num_experts=8,
+    num_experts_per_token=2,
+    ffn_size=96,
+    num_shared_experts=0,
+    first_dense=0,
+    scoring="softmax",
+    normalize_topk=True,
+    scaling_factor=1.0,
+    num_groups=1,
+    topk_groups=1,
+    expert_bias=False,
+)
+SIZES = {"family": "qwen3_moe", "num_heads": 8, "num_kv_heads": 4, "tied_embeddings": False}
+COEF = "train.moe.aux_loss_coef=0.01"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["train.moe.dispatcher=flex"], "train.moe.dispatcher: flex has no effect: llama has no"),
+        (["train.moe.freeze_router=true"], "train.moe.freeze_router: True has no effect"),
+    ],
+)
+def test_keys_for_experts_are_refused_for_a_dense_model(overrides, words):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        check(*overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ([COEF], "train.moe.aux_loss_coef: 0.01 has no effect while train.moe.aux_loss is none"),
+        (["train.moe.aux_loss=sequence"], "train.moe.aux_loss_coef: must be given"),
+        (["train.moe.bias_decay=0.1"], "train.moe.bias_decay: 0.1 has no effect: qwen3_moe has no"),
+        (
+            ["train.moe.dispatcher=allgather", "train.pp=2"],
+            "train.moe.dispatcher: must be alltoall while train.pp is 2",
+        ),
+        (
+            ["train.tp=2", "train.sequence_parallel=true", "train.etp=1"],
+            "train.etp: must be train.tp=2 while train.ep is 1, is 1",
+        ),
+    ],
+)
+def test_what_experts_cannot_do_is_refused_by_name(overrides, words):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        check(*overrides, moe=QWEN, **SIZES)
