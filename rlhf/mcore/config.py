@@ -62,7 +62,7 @@ def transformer_config(
         embedding_init_method=_leave_as_is,
         # The loss arrives with its global denominators: no division by micro-batches or dp.
         calculate_per_token_loss=True,
-        **_pipeline(shape.num_layers, layout, train.moe.dispatcher),
+        **_pipeline(shape.num_layers, layout),
         **_experts(shape, layout, train.moe.dispatcher),
         **_RECOMPUTE[train.recompute],
         **fusions(choose_kernels(dtype)),
@@ -78,8 +78,9 @@ def _leave_as_is(weight: torch.Tensor) -> torch.Tensor:
 def _experts(shape: ModelShape, layout: TrainLayout, dispatcher: str) -> dict[str, Any]:
     """Sizes and dispatch; routing and its losses are our router's (``mcore.router``)."""
     moe = shape.moe
+    # megatron checks it against variable lengths, dense models or not
     if moe is None:
-        return {}
+        return {"moe_token_dispatcher_type": dispatcher}
     shared = moe.num_shared_experts * moe.ffn_size
     return {
         "num_moe_experts": moe.num_experts,
@@ -98,7 +99,7 @@ def _experts(shape: ModelShape, layout: TrainLayout, dispatcher: str) -> dict[st
     }
 
 
-def _pipeline(num_layers: int, layout: TrainLayout, dispatcher: str) -> dict[str, Any]:
+def _pipeline(num_layers: int, layout: TrainLayout) -> dict[str, Any]:
     """Stages, chunks and how neighbours talk."""
     if layout.pp == 1:
         return {}
@@ -111,8 +112,6 @@ def _pipeline(num_layers: int, layout: TrainLayout, dispatcher: str) -> dict[str
         "batch_p2p_comm": not interleaved,
         "deallocate_pipeline_outputs": not interleaved or torch.cuda.is_available(),
         "variable_seq_lengths": True,
-        # megatron's default is checked against variable lengths, dense models or not
-        "moe_token_dispatcher_type": dispatcher,
     }
 
 

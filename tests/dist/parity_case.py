@@ -37,6 +37,7 @@ class Case:
     dtype: str = "float32"
     unpacked: bool = False  # one sequence per micro-batch
     pad: int = 0  # further padding behind each micro-batch, in multiples of the alignment
+    against: str = "one rank"  # name of the case on one rank that it must equal
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ class Outcome:
     grad_norms: list[float]
     logprobs: np.ndarray  # [num_sequences, longest], zero where not trained or not on this rank
     grads: dict[str, list[tuple[int, np.ndarray]]]
+    loads: list[np.ndarray]  # per update, [layers, experts]; empty without experts
+    biases: dict[int, np.ndarray]  # layer -> expert biases after the last update
 
 
 def sequences(vocab: int, seed: int = 0) -> list[dict[str, torch.Tensor]]:
@@ -131,7 +134,7 @@ def build(rank: int, world: int, folder: Path, case: Case, *, trainable: bool = 
     return shape, layout, model
 
 
-LAYOUT_KEYS = ("tp", "pp", "vpp", "cp", "first", "last")
+LAYOUT_KEYS = ("tp", "pp", "vpp", "cp", "ep", "etp", "first", "last")
 
 
 def layout_of(case: Case, world: int) -> TrainLayout:
@@ -160,17 +163,27 @@ def run_case(rank: int, world: int, folder: Path, case: Case) -> Outcome:
         micro = micro_batches([rows[i] for i in mine], count, alignment(case), case.pad)
         total = sum(int(r["mask"].sum()) for r in rows)
         scored = logprobs(model, micro, TEMPERATURE)
-        losses, entropies, norms, grads = [], [], [], {}
+        losses, entropies, norms, grads, loads = [], [], [], {}, []
         for update in range(NUM_UPDATES):
             stats = train(model, optimizer, micro, Loss(total), TEMPERATURE)
             losses.append(stats.sums["loss"])
             entropies.append(stats.sums["entropy"])
             norms.append(stats.grad_norm)
+            if stats.expert_loads is not None:
+                loads.append(stats.expert_loads.numpy())
             if update == 0:
                 grads = gradients(model, optimizer, stats.grad_norm)
-        return Outcome(losses, entropies, norms, by_sequence(scored, rows, mine, micro), grads)
+        scored = by_sequence(scored, rows, mine, micro)
+        return Outcome(losses, entropies, norms, scored, grads, loads, biases(model))
     finally:
         parallel.shutdown()
+
+
+def biases(model: Any) -> dict[int, np.ndarray]:
+    from rlhf.mcore.moe import routers
+
+    held = [r for r in routers(model.decoders) if r.expert_bias is not None]
+    return {router.layer_number - 1: router.expert_bias.numpy() for router in held}
 
 
 @dataclass(frozen=True)
@@ -191,18 +204,18 @@ def gradients(
     model: Any, optimizer: Any, grad_norm: float
 ) -> dict[str, list[tuple[int, np.ndarray]]]:
     """Before clipping; the ranges of each parameter whose sum this rank holds."""
-    (sharded,) = optimizer.inner.chained_optimizers
     names = {id(p): name for name, p in model.params.items()}
     scale = max(1.0, (grad_norm + 1e-6) / CLIP)
     out = {}
-    for params, shards in zip(
-        sharded.model_fp32_groups + sharded.model_float16_groups,
-        sharded.shard_fp32_groups + sharded.shard_fp32_from_float16_groups,
-        strict=True,
-    ):
-        for param, shard in zip(params, shards, strict=True):
-            start = sharded._get_model_param_range_map(param)["param"].start
-            out[names[id(param)]] = [(start, (shard.grad.detach() * scale).numpy())]
+    for sharded in optimizer.inner.chained_optimizers:
+        for params, shards in zip(
+            sharded.model_fp32_groups + sharded.model_float16_groups,
+            sharded.shard_fp32_groups + sharded.shard_fp32_from_float16_groups,
+            strict=True,
+        ):
+            for param, shard in zip(params, shards, strict=True):
+                start = sharded._get_model_param_range_map(param)["param"].start
+                out[names[id(param)]] = [(start, (shard.grad.detach() * scale).numpy())]
     return out
 
 

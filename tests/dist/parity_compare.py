@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from rlhf.dist.layout import TrainLayout
 from rlhf.weights.families import train_param_shapes, train_pieces
-from tests.dist.parity_case import Case, Outcome, layout_of
+from rlhf.weights.model_shape import load_model_shape
+from tests.dist.parity_case import TEMPERATURE, Case, Loss, Outcome, layout_of, sequences
 
 TOLERANCE = 1e-5
 
@@ -28,10 +31,16 @@ def assert_gradients_equal(
     """Each tensor's, to the tolerance times its largest element."""
     one = whole_gradients(shape, TrainLayout(1), [expected])
     got = whole_gradients(shape, layout_of(case, len(ranks)), ranks)
-    assert got.keys() == one.keys()
-    for name, tensor in one.items():
+    _assert_tensors_equal(got, one)
+
+
+def _assert_tensors_equal(
+    got: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]
+) -> None:
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
         largest = np.abs(tensor).max()
-        assert largest > 0, name
+        assert largest > 0 or ".experts." in name, name  # an expert may see no token
         assert np.abs(got[name] - tensor).max() <= TOLERANCE * largest, name
 
 
@@ -47,38 +56,78 @@ def assert_logprobs_equal(case: Case, ranks: Sequence[Outcome], expected: Outcom
     np.testing.assert_allclose(whole, expected.logprobs, rtol=0, atol=TOLERANCE)
 
 
+def assert_equals_transformers(folder: Path, outcome: Outcome) -> None:
+    """Log-probabilities of each sequence alone, the loss, and the gradient of each tensor."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
+    shape = load_model_shape(folder)
+    rows = sequences(shape.vocab_size)
+    loss_fn = Loss(sum(int(r["mask"].sum()) for r in rows))
+    total = 0.0
+    for row, got in zip(rows, outcome.logprobs, strict=True):
+        tokens, trained = row["tokens"], row["mask"][1:]
+        log_p = (model(tokens[None]).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
+        logprobs = log_p.gather(1, tokens[1:, None])[:, 0]
+        expected = torch.where(trained, logprobs, 0.0).detach().numpy()
+        np.testing.assert_allclose(got[1 : len(tokens)], expected, rtol=0, atol=TOLERANCE)
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        columns = {"advantages": row["advantages"][1:][trained]}
+        loss, _ = loss_fn(logprobs[trained], entropy[trained], columns)
+        loss.backward()
+        total += loss.item()
+    assert abs(outcome.losses[0] - total) <= TOLERANCE
+    wanted = {n: g for name, p in model.named_parameters() for n, g in _apart(name, p.grad.numpy())}
+    _assert_tensors_equal(whole_gradients(shape, TrainLayout(1), [outcome]), wanted)
+
+
+def _apart(name: str, tensor: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """In a checkpoint each expert has its tensors; transformers holds those of a layer as one."""
+    prefix, _, kind = name.rpartition(".")
+    if not prefix.endswith("mlp.experts"):
+        yield name, tensor
+        return
+    for i, expert in enumerate(tensor):
+        if kind == "down_proj":
+            yield f"{prefix}.{i}.down_proj.weight", expert
+        else:
+            gate, up = np.split(expert, 2)
+            yield f"{prefix}.{i}.gate_proj.weight", gate
+            yield f"{prefix}.{i}.up_proj.weight", up
+
+
 def whole_gradients(
     shape: Any, layout: TrainLayout, ranks: Sequence[Outcome]
 ) -> dict[str, np.ndarray]:
-    """HF tensor -> its gradient, put together from the ranks' ranges; ranks of one place in tp and
-    pp hold ranges of the same parameters."""
+    """HF tensor -> its gradient, put together from the ranks' ranges."""
     local: list[dict[str, np.ndarray]] = []
-    for rank in range(layout.world):
-        at = layout.coord(rank)
-        whole = {
-            name: np.full(int(np.prod(size)), np.nan, np.float32)
-            for name, size in train_param_shapes(shape, layout, rank).items()
-        }
-        for other, outcome in enumerate(ranks):
-            if layout.coord(other).tp == at.tp and layout.coord(other).pp == at.pp:
-                for name, parts in outcome.grads.items():
-                    for start, values in parts:
-                        whole[name][start : start + len(values)] = values
-        local.append(whole)
+    for rank, outcome in enumerate(ranks):
+        shapes = train_param_shapes(shape, layout, rank)
+        local.append(
+            {n: np.full(int(np.prod(shapes[n])), np.nan, np.float32) for n in outcome.grads}
+        )
+        for name, parts in outcome.grads.items():
+            for start, values in parts:
+                local[rank][name][start : start + len(values)] = values
     return whole_tensors(shape, layout, local)
 
 
 def whole_tensors(
     shape: Any, layout: TrainLayout, local: Sequence[dict[str, np.ndarray]]
 ) -> dict[str, np.ndarray]:
-    """HF tensor -> its values, from each rank's parameters; parts held twice are equal."""
+    """HF tensor -> its values, from what each rank knows of its parameters (NaN: not known); parts
+    held twice are equal."""
     whole: dict[str, np.ndarray] = {}
     for rank in range(layout.world):
         shapes = train_param_shapes(shape, layout, rank)
         for piece in train_pieces(shape, layout, rank):
-            part = local[rank][piece.param].reshape(shapes[piece.param])[_slices(piece.local)]
-            assert not np.isnan(part).any(), piece
-            _put(whole, piece, part)
+            if piece.param in local[rank]:
+                part = local[rank][piece.param].reshape(shapes[piece.param])
+                _put(whole, piece, part[_slices(piece.local)])
+    for name, tensor in whole.items():
+        assert not np.isnan(tensor).any(), name
     return whole
 
 
@@ -90,10 +139,10 @@ def _put(whole: dict[str, np.ndarray], piece: Any, part: np.ndarray) -> None:
             grown[tuple(slice(n) for n in whole[piece.tensor].shape)] = whole[piece.tensor]
         whole[piece.tensor] = grown
     target = whole[piece.tensor][_slices(piece.region)]
-    known = ~np.isnan(target)
     part = part.reshape(target.shape)
-    np.testing.assert_allclose(target[known], part[known], rtol=1e-4, atol=1e-6)
-    target[...] = part
+    known, fresh = ~np.isnan(target), ~np.isnan(part)
+    np.testing.assert_allclose(target[known & fresh], part[known & fresh], rtol=1e-4, atol=1e-6)
+    target[fresh] = part[fresh]
 
 
 def _size(whole: dict[str, np.ndarray], piece: Any) -> Sequence[int]:

@@ -17,6 +17,7 @@ from rlhf.dist.layout import TrainLayout
 from rlhf.weights.model_shape import load_model_shape
 from tests.dist.parity_case import TEMPERATURE, Case, Loss, run_cases, sequences
 from tests.dist.parity_compare import (
+    assert_equals_transformers,
     TOLERANCE,
     assert_gradients_equal,
     assert_logprobs_equal,
@@ -133,28 +134,5 @@ def test_log_probabilities_equal_one_rank(outcomes, family, world, case):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_one_rank_equals_transformers(outcomes, folders, family):
     """Log-probabilities of each sequence alone, the loss, and the gradient of each tensor."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folders[family], dtype=torch.float32).eval()
     (outcome,) = outcomes[family, REFERENCE.name]
-    rows = sequences(SIZES["vocab_size"])
-    loss_fn = Loss(sum(int(r["mask"].sum()) for r in rows))
-    total = 0.0
-    for row, got in zip(rows, outcome.logprobs, strict=True):
-        tokens, trained = row["tokens"], row["mask"][1:]
-        log_p = (model(tokens[None]).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
-        logprobs = log_p.gather(1, tokens[1:, None])[:, 0]
-        expected = torch.where(trained, logprobs, 0.0).detach().numpy()
-        np.testing.assert_allclose(got[1 : len(tokens)], expected, rtol=0, atol=TOLERANCE)
-        entropy = -(log_p.exp() * log_p).sum(-1)
-        columns = {"advantages": row["advantages"][1:][trained]}
-        loss, _ = loss_fn(logprobs[trained], entropy[trained], columns)
-        loss.backward()
-        total += loss.item()
-    assert outcome.losses[0] == pytest.approx(total, abs=TOLERANCE)
-    shape = load_model_shape(folders[family])
-    gradients = whole_gradients(shape, TrainLayout(1), [outcome])
-    wanted = {name: p.grad.numpy() for name, p in model.named_parameters()}
-    assert gradients.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        assert np.abs(gradients[name] - tensor).max() <= TOLERANCE * np.abs(tensor).max(), name
+    assert_equals_transformers(folders[family], outcome)
