@@ -23,7 +23,7 @@ def convert(*arguments):
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("family", ["qwen2"])
+@pytest.mark.parametrize("family", ["qwen2", "deepseek_v3"])
 def test_hf_to_megatron_and_back_is_bit_equal(family, tmp_path):
     source = make_tiny(tmp_path / "hf", family)
     status, text = convert(source, tmp_path / "checkpoint")

@@ -24,6 +24,10 @@ MODELS = {
     "llama": {},
     "qwen2": {"vocab_size": 515},
     "qwen3": {},
+    "qwen3_moe": {},
+    "deepseek_v3": {"first_k_dense_replace": 2},
+    "moonlight": {},
+    "glm4_moe": {"vocab_size": 515},
 }
 DENSE = [
     (TrainLayout(1), [0]),
