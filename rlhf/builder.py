@@ -11,6 +11,8 @@ from rlhf.config.load import load_config
 from rlhf.config.schema import Config
 from rlhf.dist.device import has_gpu
 from rlhf.dist.layout import RolloutLayout
+from rlhf.dist.patience import Limits
+from rlhf.dist.scratch import Scratch, lent_name
 from rlhf.dist.stop import Stopper
 from rlhf.dist.world import World, read_world
 from rlhf.ground import Closer, Ground, Plan
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from rlhf.run import Run
     from rlhf.weights.model_shape import ModelShape
 
-PHASE_MARGIN_S = 60.0
+PHASE_MARGIN_S = 30.0
 """Ranks wait for one another longer than a rollout may take, so that who is late says so first."""
 
 
@@ -98,6 +100,10 @@ def _launch_engine(plan: Plan, stopper: Stopper, closers: list[Closer]) -> Engin
     from rlhf.rollout.host_client import EngineHost
     from rlhf.rollout.zygote import start_zygote
 
+    if not lent_name():  # not started by `rlhf train`
+        scratch = Scratch()
+        scratch.lend(os.environ)
+        closers.append(scratch.close)
     zygote = start_zygote()
     if zygote is not None:
         closers.append(zygote.close)
@@ -145,6 +151,16 @@ def routed_layers(shape: ModelShape) -> RoutedLayers | None:
     return RoutedLayers(shape.moe.first_dense, shape.num_layers, shape.moe.num_experts_per_token)
 
 
+def waiting_limits(config: Config) -> Limits:
+    """How long a rank may be silent, and how long others wait for it."""
+    longest = max(config.rollout.timeout_s, config.rollout.start_timeout_s, config.dist.timeout_s)
+    return Limits(
+        silence_s=config.dist.silence_s,
+        edge_s=config.dist.timeout_s,
+        rollout_s=longest + PHASE_MARGIN_S,
+    )
+
+
 def cores_from(world: World, num_ranks: int) -> tuple[int, ...]:
     """CPU cores of ``num_ranks`` ranks from this one on: the machine's, shared evenly."""
     cores = sorted(os.sched_getaffinity(0))
@@ -172,6 +188,7 @@ def _lay_ground(plan: Plan, stopper: Stopper, closers: list[Closer]) -> Ground:
     init_groups(world, device, config.dist.timeout_s)
     closers.append(dist.destroy_process_group)
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    stopper.watch(lambda: dist.TCPStore(host, port, is_master=False))
-    group = PhaseGroup.create(world, config.rollout.timeout_s + PHASE_MARGIN_S)
+    limits = waiting_limits(config)
+    stopper.watch(lambda: dist.TCPStore(host, port, is_master=False), world.size, limits)
+    group = PhaseGroup.create(world, limits.rollout_s + PHASE_MARGIN_S, stopper.meeting)
     return Ground(plan, stopper, device, group, PhaseGate(group, stopper), closers)

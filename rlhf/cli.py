@@ -7,9 +7,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from rlhf.ending import outlive_stdout
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status (2: the request itself is wrong)."""
+    outlive_stdout()
     args = _parser().parse_args(argv)
     try:
         return int(args.run(args))
@@ -78,7 +81,7 @@ def _run_loop(args: argparse.Namespace, loop: str | None, *flags: str) -> int:
     ranks = config.dist.ranks or default_ranks()
     check(config, ranks, args.config)
     check_data(config)
-    return launch("rlhf.train", arguments, ranks)
+    return launch("rlhf.train", arguments, ranks, config.dist.stop_grace_s)
 
 
 def _convert(args: argparse.Namespace) -> int:

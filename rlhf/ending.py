@@ -2,34 +2,60 @@
 
 from __future__ import annotations
 
+import io
 import os
-import signal
 import sys
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from rlhf.dist.stop import EXIT_FAILED, Stopper, StopRequested
+from rlhf.dist.stop import EXIT_FAILED, Stopper, StopRequested, say
 
 if TYPE_CHECKING:
     from rlhf.checkpoint import Checkpoints
+
+
+def outlive_stdout() -> None:
+    """Go on when whoever reads standard output has gone (``rlhf doctor | head -1``)."""
+    if sys.stdout is None or sys.stdout is not sys.__stdout__:  # closed, or captured by a test
+        return
+    old = sys.stdout
+    raw = _UntilClosed(old.fileno(), "w", closefd=False)
+    sys.stdout = io.TextIOWrapper(
+        io.BufferedWriter(raw),
+        encoding=old.encoding,
+        errors=old.errors,
+        line_buffering=old.line_buffering,
+    )
+
+
+class _UntilClosed(io.FileIO):
+    """Writes into nothing once the reader of a pipe has gone."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+            return len(data)
 
 
 def save_asked(checkpoints: Checkpoints, why: StopRequested, *, is_first: bool) -> None:
     """All ranks agreed to stop: save what is done, say how to go on. Collective, all ranks."""
     checkpoints.save()
     if is_first:
-        print(
+        say(
             f"stopped: {why}; {checkpoints.steps_done} steps are saved in "
-            f"{checkpoints.folder}; the same command goes on from there",
-            file=sys.stderr,
-            flush=True,
+            f"{checkpoints.folder}; the same command goes on from there"
         )
 
 
 def end_failed(run_dir: str, stopper: Stopper, error: BaseException) -> NoReturn:
     """Name the failure once, keep its traceback in a file, end this process and what it started."""
     failure = stopper.fail(error)
+    stopper.claim_end()
     text = "".join(traceback.format_exception(error))
     place = ""
     try:
@@ -38,11 +64,7 @@ def end_failed(run_dir: str, stopper: Stopper, error: BaseException) -> NoReturn
         path.write_text(text, encoding="utf-8")
         place = f" (traceback: {path})"
     except OSError:  # no folder to write to: the traceback goes where the line goes
-        print(text, file=sys.stderr)
-    if failure.rank == stopper.rank:
-        print(f"{failure}{place}", file=sys.stderr, flush=True)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends the others; we end ourselves
-    stopper.cleanup()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(EXIT_FAILED)
+        say(text)
+    if failure.told_by == stopper.rank:
+        say(f"{failure}{place}")
+    stopper.leave(EXIT_FAILED)

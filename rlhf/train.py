@@ -14,19 +14,23 @@ from rlhf.config.load import load_config
 from rlhf.config.schema import Config
 from rlhf.dist.stop import EXIT_STOPPED, Stopper, StopRequested
 from rlhf.dist.world import World, read_world
-from rlhf.ending import end_failed
+from rlhf.ending import end_failed, outlive_stdout
+from rlhf.launch import EXIT_USAGE, LAUNCHER_PID
 from rlhf.preflight import check, notes
+from rlhf.rollout.lifeline import die_with_parent
 
 if TYPE_CHECKING:
     from rlhf.run import Run
 
-EXIT_USAGE = 2
 Loop = Callable[["Run"], Any]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, build, run; returns the exit status."""
+    outlive_stdout()
     args = parser().parse_args(argv)
+    if LAUNCHER_PID in os.environ:
+        die_with_parent(int(os.environ[LAUNCHER_PID]))
     try:
         world = read_world()
         config = load_config(args.config, args.overrides)

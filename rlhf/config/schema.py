@@ -324,9 +324,13 @@ class DistSection(Section):
     ranks: PositiveInt | None = None
     """Ranks that `rlhf train` starts on this machine; empty: one per GPU, or 1 without GPUs."""
     timeout_s: PositiveFloat = 600
-    """Longest wait in a compute collective."""
+    """Longest wait in a compute collective, and for a rank at the edge of a phase; after a rollout
+    or an evaluation it is rollout.timeout_s."""
+    silence_s: PositiveFloat = 120
+    """A rank whose process gives no sign of life for so long (stopped, or stuck with Python's lock
+    held) ends the run. A compilation may hold the lock for a while."""
     stop_grace_s: PositiveFloat = 25
-    """After a failure or signal: time until ranks that do not react are ended."""
+    """After a signal: time until ranks that do not come to an edge, and do not save, are ended."""
 
 
 class Config(Section):

@@ -46,8 +46,9 @@ class PhaseGate:
                 one of STOPPABLE.
         """
         began = time.perf_counter()
-        self._stopper.enter(phase, step)
+        self._stopper.reach(phase, step)
         asked = consensus(self._group.max([self._stopper.signal]))
+        self._stopper.position.enter()
         if asked and phase in STOPPABLE:
             raise StopRequested(
                 f"{signal.Signals(asked).name} at the edge of phase {phase}, step {step}"

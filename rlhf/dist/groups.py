@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -14,6 +16,7 @@ from rlhf.dist.world import World
 
 Group = Any
 """torch's ProcessGroup; its type is not public."""
+Meeting = Callable[[], AbstractContextManager[None]]
 
 
 def device_of(world: World) -> torch.device:
@@ -45,29 +48,34 @@ class PhaseGroup:
 
     group: Group
     world: World
+    meeting: Meeting = nullcontext
+    """Entered around every call; it knows how long ranks may wait there."""
 
     @classmethod
-    def create(cls, world: World, timeout_s: float) -> PhaseGroup:
+    def create(cls, world: World, timeout_s: float, meeting: Meeting = nullcontext) -> PhaseGroup:
         """Collective over all ranks."""
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        return cls(group=group, world=world)
+        return cls(group=group, world=world, meeting=meeting)
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's picklable value, in rank order, on every rank. Collective, all ranks."""
         out: list[Any] = [None] * self.world.size
-        dist.all_gather_object(out, value, group=self.group)
+        with self.meeting():
+            dist.all_gather_object(out, value, group=self.group)
         return out
 
     def max(self, values: list[int]) -> list[int]:
         """Element-wise largest over ranks. Collective, all ranks."""
         tensor = torch.tensor(values, dtype=torch.int64)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
+        with self.meeting():
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
         return [int(v) for v in tensor]
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Element-wise sum over ranks of a host tensor. Collective, all ranks."""
         total = values.clone()
-        dist.all_reduce(total, group=self.group)
+        with self.meeting():
+            dist.all_reduce(total, group=self.group)
         return total
 
     def exchange(self, send: list[bytes], receive_bytes: list[int]) -> list[bytes]:
@@ -80,9 +88,9 @@ class PhaseGroup:
         outgoing = torch.frombuffer(bytearray(b"".join(send)) or bytearray(1), dtype=torch.uint8)
         outgoing = outgoing[: sum(map(len, send))]
         incoming = torch.empty(sum(receive_bytes), dtype=torch.uint8)
-        dist.all_to_all_single(
-            incoming, outgoing, receive_bytes, [len(b) for b in send], group=self.group
-        )
+        sizes = [len(b) for b in send]
+        with self.meeting():
+            dist.all_to_all_single(incoming, outgoing, receive_bytes, sizes, group=self.group)
         raw, out, at = incoming.numpy().tobytes(), [], 0
         for size in receive_bytes:
             out.append(raw[at : at + size])

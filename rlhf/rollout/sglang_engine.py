@@ -22,6 +22,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.scheduler import run_scheduler_process
 from sglang.srt.server_args import DP_ATTENTION_HANDSHAKE_PORT_DELTA, ZMQ_TCP_PORT_DELTA
 
+from rlhf.dist.scratch import lent_name, note_process
 from rlhf.rollout.engine import RESERVED_TOKENS, EngineSpec, SampleRequest, scheduler_name
 from rlhf.rollout.lifeline import die_with_parent, write_obituary
 
@@ -203,6 +204,15 @@ class _SpawningEngine(Engine):  # type: ignore[misc]  (SGLang is untyped)
         self.run_detokenizer_process_func = partial(child, run_detokenizer_process, "detokenizer")
         super().__init__(**server_args(spec))
 
+    @classmethod
+    def _launch_scheduler_processes(
+        cls, server_args: Any, port_args: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Name the file in /dev/shm, which nobody deletes, after the run's scratch folder."""
+        if lent_name():
+            port_args.instance_id = f"{lent_name()}-{port_args.instance_id}"
+        return super()._launch_scheduler_processes(server_args, port_args, *args, **kwargs)
+
 
 class _ForkingEngine(_SpawningEngine):
     """The same with forked children: nothing is imported twice."""
@@ -226,6 +236,7 @@ def run_child(
     parent = mp.parent_process()
     assert parent is not None and parent.pid is not None
     die_with_parent(parent.pid)
+    note_process()
     if mp.get_start_method() == "fork":
         for fd in close_fds:
             os.close(fd)

@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from rlhf.dist.gate import PhaseGate
 from rlhf.dist.groups import PhaseGroup
+from rlhf.dist.patience import Limits
 from rlhf.dist.stop import Stopper, StopRequested
 from rlhf.dist.world import World
 from rlhf.types import Phase
@@ -57,8 +58,9 @@ def test_a_signal_on_one_rank_stops_all_at_the_same_edge():
 def _fail(rank, world):
     stopper = Stopper(rank, grace_s=60)
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    stopper.watch(lambda: dist.TCPStore(host, port, is_master=False))
-    stopper.enter(Phase.UPDATE, 7)
+    limits = Limits(silence_s=60, edge_s=60, rollout_s=60)
+    stopper.watch(lambda: dist.TCPStore(host, port, is_master=False), world, limits)
+    stopper.reach(Phase.UPDATE, 7)
     first = stopper.fail(ValueError(f"no {rank}\nmore")) if rank == 1 else None
     dist.barrier()
     second = stopper.fail(KeyError("later")) if rank == 0 else None

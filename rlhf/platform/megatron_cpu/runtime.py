@@ -163,6 +163,8 @@ def quiet_warnings() -> None:
         r"The \.grad attribute of a Tensor that is not a leaf",  # checked by its optimizer
         r"`torch\.distributed\.\w+` is deprecated",
         "TypedStorage is deprecated",
+        "`load_state_dict` is deprecated",  # megatron loads a checkpoint with it
+        "Please use DTensor instead and we are deprecating ShardedTensor",  # and keeps it in these
     ):
         warnings.filterwarnings("ignore", message=message)
 
