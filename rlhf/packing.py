@@ -30,14 +30,37 @@ class SequenceCost:
 
 
 def sequence_cost(shape: ModelShape) -> SequenceCost:
-    """FLOP of the matrix products of one forward pass; backward is twice that for both terms."""
-    attention = shape.hidden_size * shape.head_dim * (2 * shape.num_heads + 2 * shape.num_kv_heads)
-    mlp = 3 * shape.hidden_size * shape.ffn_size
+    """FLOP of the matrix products of one forward pass; backward is twice that for both terms.
+
+    Of experts, those that a token sees.
+    """
+    layers = range(shape.num_layers)
+    weights = sum(_attention_weights(shape) + _mlp_weights(shape, n) for n in layers)
+    value_dim = shape.head_dim if shape.mla is None else shape.mla.v_head_dim
     # causal: half of the n x n scores, two products (QK and AV) of 2 FLOP per element
-    square = 2 * shape.num_heads * shape.head_dim
-    return SequenceCost(
-        2.0 * shape.num_layers * (attention + mlp), float(shape.num_layers * square)
-    )
+    square = shape.num_heads * (shape.head_dim + value_dim)
+    return SequenceCost(2.0 * weights, float(shape.num_layers * square))
+
+
+def _attention_weights(shape: ModelShape) -> int:
+    mla, heads = shape.mla, shape.num_heads
+    if mla is None:
+        return shape.hidden_size * shape.head_dim * 2 * (heads + shape.num_kv_heads)
+    query = heads * shape.head_dim
+    rank = mla.q_lora_rank
+    queries = shape.hidden_size * query if rank is None else rank * (shape.hidden_size + query)
+    latent = shape.hidden_size * (mla.kv_lora_rank + mla.qk_rope_head_dim)
+    key_value = mla.kv_lora_rank * heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+    return queries + latent + key_value + heads * mla.v_head_dim * shape.hidden_size
+
+
+def _mlp_weights(shape: ModelShape, layer: int) -> int:
+    """Of one token: gate, up and down of each MLP that it sees, and the router."""
+    moe = shape.moe
+    if moe is None or not shape.has_experts(layer):
+        return 3 * shape.hidden_size * shape.ffn_size
+    seen = moe.num_experts_per_token + moe.num_shared_experts
+    return shape.hidden_size * (3 * seen * moe.ffn_size + moe.num_experts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from rlhf.dist.replicas import Replicas
 from rlhf.evaluate import SOLVED, Accuracy
 from rlhf.ground import Ground
 from rlhf.mcore.forward import TrainStats
+from rlhf.rollout.collect import sum_of
 from rlhf.track import report
 from rlhf.track.metrics import Max, Mean, Metric, Sum, merge, values
 from rlhf.track.tracker import Tracker
@@ -33,6 +34,7 @@ class Recorder:
         self._tracker = tracker
         self._replicas = Replicas(ground.plan.train, ground.group)
         self._updates: list[Mapping[str, Metric]] = []
+        self._trained_loads: list[np.ndarray] = []  # of this step's updates
         self._seconds: dict[str, float] = {}
         self._began = time.perf_counter()
         self.accuracies: list[Accuracy] = []
@@ -65,6 +67,8 @@ class Recorder:
             "optim/skipped": Sum(0.0 if stats.ok else 1.0),
         }
         self._updates.append({**own, **update_metrics(stats.sums)})
+        if stats.expert_loads is not None:
+            self._trained_loads.append(stats.expert_loads.numpy())
 
     def add_critic_update(self, stats: TrainStats) -> None:
         """The same of the critic."""
@@ -114,9 +118,9 @@ class Recorder:
         parts = self._ground.group.gather(merge(parts))
         facts = rollout_metrics(rollout.facts)
         of_batch = {**gap_metrics(self._gap(batch)), **value_metrics(self._values(batch))}
-        experts = expert_metrics(rollout.expert_loads)
+        experts = expert_metrics(rollout.expert_loads, sum_of(self._trained_loads))
         shared = merge([facts, experts, *self._updates, of_batch])
-        self._updates = []
+        self._updates, self._trained_loads = [], []
         metrics = values(merge([*parts, shared]))
         metrics |= rates(rollout.facts, metrics)
         self._tracker.log(step, metrics)
@@ -182,15 +186,23 @@ def rollout_metrics(facts: Sequence[TrajectoryFacts]) -> dict[str, Metric]:
     return merge(parts)
 
 
-def expert_metrics(loads: np.ndarray | None) -> dict[str, Metric]:
-    """How evenly the engines' tokens took the experts; ``loads`` [layers, experts]."""
-    if loads is None or not loads.sum():
-        return {}
-    relative = loads / loads.mean(axis=1, keepdims=True)
-    return {
-        "experts/rollout_max_over_mean": Max(float(relative.max())),
-        "experts/rollout_unused": Mean(float((loads == 0).mean())),
-    }
+def expert_metrics(rollout: np.ndarray | None, trained: np.ndarray | None) -> dict[str, Metric]:
+    """How evenly tokens took the experts, in the engines and in training, and how far the two are
+    from each other; each [layers with experts, experts]."""
+    out: dict[str, Metric] = {}
+    shares = []
+    for name, loads in (("rollout", rollout), ("train", trained)):
+        if loads is None or not loads.sum():
+            continue
+        relative = loads / loads.mean(axis=1, keepdims=True)
+        out[f"experts/{name}_max_over_mean"] = Max(float(relative.max()))
+        out[f"experts/{name}_unused"] = Mean(float((loads == 0).mean()))
+        shares.append(loads / loads.sum(axis=1, keepdims=True))
+    if len(shares) == 2:
+        # total variation: the share of tokens that would have to take another expert
+        distance = np.abs(shares[0] - shares[1]).sum(axis=1) / 2
+        out["experts/distance"] = Mean(float(distance.mean()))
+    return out
 
 
 def rates(facts: Sequence[TrajectoryFacts], metrics: Mapping[str, float]) -> dict[str, float]:

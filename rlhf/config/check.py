@@ -82,11 +82,6 @@ def _layout_faults(config: Config, shape: ModelShape, world: int) -> Iterator[st
     for key in ("first", "last"):
         if getattr(train, key) is not None and train.pp == 1:
             yield f"train.{key}: needs train.pp > 1, which is 1; leave it out"
-    if shape.moe is not None and train.tp > 1 and not train.sequence_parallel:
-        yield (
-            f"train.sequence_parallel: must be true for a model with experts while train.tp is "
-            f"{train.tp}: Megatron trains experts on sequences that are cut over tp"
-        )
     try:
         layout = train_layout(train, world)
         yield from train_faults(shape, layout)

@@ -1,4 +1,4 @@
-"""What must hold of ``train.moe`` and of layouts for models with routed experts."""
+"""What must hold for models with routed experts or latent attention: layouts, ``train.moe``."""
 
 from __future__ import annotations
 
@@ -13,6 +13,14 @@ if TYPE_CHECKING:
 
 def expert_faults(train: TrainSection, shape: ModelShape) -> Iterator[str]:
     """One line per fault, as in ``config.check``."""
+    if train.tp > 1 and not train.sequence_parallel:
+        cut = f"must be true for a model with {{}} while train.tp is {train.tp}: Megatron"
+        if shape.moe is not None:
+            experts = cut.format("experts")
+            yield f"train.sequence_parallel: {experts} trains experts on parts of sequences"
+        elif shape.mla is not None:
+            latent = cut.format("latent attention")
+            yield f"train.sequence_parallel: {latent} would not sum the gradients of the latents"
     if shape.moe is None:
         usual = ExpertsSection()
         for key, value in train.moe:

@@ -35,8 +35,8 @@ class TrainStats:
     lr: float
     sums: Mapping[str, float]  # the loss function's, summed over micro-batches and dp
     expert_loads: Tensor | None
-    """[layers, experts] float64: tokens that each expert saw, each once per sequence that it is in;
-    zero in dense layers. None: no experts."""
+    """[layers with experts, experts] float64: how many tokens of the trained sequences each expert
+    saw. None: no experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ def _count_loads(model: TrainModel, *, update_biases: bool) -> Tensor | None:
     loads = moe.expert_loads(model.decoders, model.shape.num_layers, model.shape.moe.num_experts)
     if update_biases:
         moe.update_biases(model.decoders, loads, model.train.moe)
-    return loads
+    return loads[model.shape.moe.first_dense :]
 
 
 def _score(

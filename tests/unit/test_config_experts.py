@@ -7,7 +7,7 @@ import re
 import pytest
 
 from rlhf.config.faults import ConfigError
-from rlhf.weights.model_shape import MoEShape
+from rlhf.weights.model_shape import MLAShape, MoEShape
 from tests.unit.test_config_check import check
 
 QWEN = MoEShape(
@@ -58,3 +58,16 @@ def test_keys_for_experts_are_refused_for_a_dense_model(overrides, words):
 def test_what_experts_cannot_do_is_refused_by_name(overrides, words):
     with pytest.raises(ConfigError, match=re.escape(words)):
         check(*overrides, moe=QWEN, **SIZES)
+
+
+LATENT = MLAShape(None, 16, 8, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [({"moe": QWEN}, "a model with experts"), ({"mla": LATENT}, "a model with latent attention")],
+)
+def test_a_cut_over_tp_needs_sequence_parallelism(parts, words):
+    """Without it Megatron's gradients are wrong and nothing says so."""
+    with pytest.raises(ConfigError, match=f"train.sequence_parallel: must be true for {words}"):
+        check("train.tp=2", **parts, **SIZES)

@@ -6,7 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf.bench.packing import log_normal_lengths
-from rlhf.packing import Budget, SequenceCost, partition, schedule_microbatches
+from rlhf.packing import Budget, SequenceCost, partition, schedule_microbatches, sequence_cost
+from rlhf.weights.model_shape import load_model_shape
+from tests.helpers.tiny_models import make_tiny
 
 COST = SequenceCost(per_token=1.0, per_square=1e-3)
 
@@ -84,3 +86,26 @@ def test_samples_of_a_prompt_share_a_micro_batch():
     schedule = schedule_microbatches(lengths, 2, Budget(400), COST, of)
     homes = {(of[i], (r, m)) for r in (0, 1) for m, micro in enumerate(schedule[r]) for i in micro}
     assert len(homes) == 16
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3", "moonlight", "glm4_moe"])
+def test_the_cost_of_a_token_is_two_flop_per_weight_that_it_meets(tmp_path, family):
+    """Counted in transformers' model: all matrices but embedding and head, of experts the chosen.
+
+    A sequence of n tokens needs half of n * n scores, per head as many products as heads are wide.
+    """
+    import transformers
+
+    folder = make_tiny(tmp_path, family)
+    shape, cost = load_model_shape(folder), sequence_cost(load_model_shape(folder))
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    weights = 0.0
+    for name, parameter in model.model.layers.named_parameters():
+        if ".mlp.experts." in name:
+            assert shape.moe is not None
+            weights += parameter.numel() * shape.moe.num_experts_per_token / shape.moe.num_experts
+        elif parameter.dim() == 2:
+            weights += parameter.numel()
+    assert cost.per_token == 2 * weights
+    value = shape.mla.v_head_dim if shape.mla else shape.head_dim
+    assert cost.per_square == shape.num_layers * shape.num_heads * (shape.head_dim + value)

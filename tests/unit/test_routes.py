@@ -39,9 +39,17 @@ def test_loads_count_every_token_once_per_choice() -> None:
 
 
 def test_an_even_load_has_no_excess_and_an_idle_expert_shows() -> None:
-    even = {name: m.value for name, m in expert_metrics(np.full((2, 4), 3)).items()}
+    even = {name: m.value for name, m in expert_metrics(np.full((2, 4), 3), None).items()}
     assert even == {"experts/rollout_max_over_mean": 1.0, "experts/rollout_unused": 0.0}
     loads = np.array([[3, 3, 3, 3], [6, 6, 0, 0]])
-    skewed = {name: m.value for name, m in expert_metrics(loads).items()}
+    skewed = {name: m.value for name, m in expert_metrics(loads, None).items()}
     assert skewed == {"experts/rollout_max_over_mean": 2.0, "experts/rollout_unused": 0.25}
-    assert expert_metrics(None) == expert_metrics(np.zeros((1, 2))) == {}
+    assert expert_metrics(None, None) == expert_metrics(np.zeros((1, 2)), np.zeros((0, 0))) == {}
+
+
+def test_the_distance_of_loads_is_the_share_of_tokens_elsewhere() -> None:
+    """Whatever the number of tokens; in the mean over layers."""
+    rollout, trained = np.array([[4, 4], [1, 3]]), np.array([[20, 20], [30, 10]])
+    got = {name: m.value for name, m in expert_metrics(rollout, trained).items()}
+    assert got["experts/distance"] == 0.25
+    assert got["experts/train_max_over_mean"] == 1.5
