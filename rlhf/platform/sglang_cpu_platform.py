@@ -54,10 +54,11 @@ def _plain_host_buffers() -> None:
 def _data_parallel_attention() -> None:
     """DP-attention without pinned memory, Triton and CUDA's collectives.
 
-    Three modules of SGLang hold a flag of its own CPU engine, which takes torch's operations; the
-    backend lacks the length of a padding sequence.
+    Modules of SGLang hold a flag of its own CPU engine, which takes torch's operations; gloo wants
+    shapes that agree; the backend lacks the length of a padding sequence.
     """
     from sglang.srt.distributed import parallel_state
+    from sglang.srt.distributed.parallel_state import GroupCoordinator
     from sglang.srt.layers import dp_attention
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.model_executor import forward_batch_info
@@ -65,7 +66,12 @@ def _data_parallel_attention() -> None:
     forward_batch_info._is_cpu = True
     parallel_state._is_cpu = True
     dp_attention.memcpy_func = dp_attention.memcpy_cpu
+    GroupCoordinator.all_gather_into_tensor = _gather_flat
     TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda self: 1
+
+
+def _gather_flat(group: Any, output: Any, values: Any) -> None:
+    group._all_gather_into_tensor(output.view(-1), values.reshape(-1))
 
 
 def _absorbed_latent_attention() -> None:

@@ -131,12 +131,12 @@ class EngineWeights:
                 BeginWeightUpdateReqInput(selector="target")
             )
             _check("begin_weight_update", begun)
-            loaded = await self._call_loader(messages)
-            if self._spec.pp > 1:
-                join = {"op": "join"}
-                await self._call_loader([join] * self._spec.num_ranks)
+            loaded = [await self._call_loader(messages)]
+            if self._spec.pp > 1:  # that one has returned while stages still work
+                loaded.append(await self._call_loader([{"op": "join"}] * self._spec.num_ranks))
             ended = await self._manager.end_weight_update(EndWeightUpdateReqInput())
-            _check("loader", loaded)
+            for result in loaded:
+                _check("loader", result)
             _check("end_weight_update", ended)
         finally:
             self.loading = False

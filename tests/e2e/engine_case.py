@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rlhf.builder import routed_layers
 from rlhf.dist.layout import RolloutLayout
+from rlhf.platform.sglang_cpu import murmur_hash32
 from rlhf.reshard.execute import Mover
 from rlhf.reshard.plan import Topology, plan
 from rlhf.reshard.schedule import rank_plans
@@ -161,6 +162,21 @@ def reference_logprobs(
     ids = torch.tensor([[*prompt, *answer]])
     logits = model(ids).logits[0, len(prompt) - 1 : -1].double()
     return torch.log_softmax(logits / temperature, -1)
+
+
+def seeded_choice(logprobs: Tensor, seed: int, first_position: int) -> list[int]:
+    """What a seed makes of [answer, vocabulary] log-probabilities: the Gumbel-max trick.
+
+    The noise is a hash of seed, position of the token before, and token id.
+    """
+    num_tokens, num_ids = logprobs.shape
+    hashed = murmur_hash32(
+        torch.full((num_tokens,), seed),
+        torch.arange(first_position, first_position + num_tokens),
+        torch.arange(num_ids),
+    )
+    uniform = hashed.double() / (2**32 - 1)
+    return (logprobs - torch.log(-torch.log(uniform))).argmax(-1).tolist()
 
 
 @torch.no_grad()

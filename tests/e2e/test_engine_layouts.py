@@ -29,6 +29,7 @@ from tests.e2e.engine_case import (
     reference_routes,
     reference_state,
     sampled,
+    seeded_choice,
 )
 from tests.helpers.tiny_models import make_tiny
 
@@ -142,14 +143,16 @@ def test_answers_equal_transformers_before_and_after_other_weights(
     assert_as_transformers(engine, reference)
 
 
-def test_seeded_samples_are_those_of_the_full_distribution(case: tuple[EngineCase, Any]) -> None:
-    """Samples of one prompt share its cached prefix; asked again they are the same."""
+def test_seed_and_model_decide_a_sample_whatever_the_layout(case: tuple[EngineCase, Any]) -> None:
+    """Samples of one prompt share its cached prefix; in another order they are the same."""
     engine, reference = case
     requests = [sampled(PROMPTS[3 + key % 2], key, seed=key) for key in range(8)]
     answers = engine.generate(requests)
     assert len({tuple(a.token_ids) for a in answers}) == len(answers)
     for request, answer in zip(requests, answers, strict=True):
         expected = reference_logprobs(reference, request.token_ids, answer.token_ids)
+        last = len(request.token_ids) - 1
+        assert answer.token_ids == seeded_choice(expected, request.seed, last)
         chosen = expected.gather(-1, torch.tensor(answer.token_ids)[:, None])[:, 0]
         assert (chosen - torch.tensor(answer.logprobs)).abs().max() <= TOLERANCE
     again = engine.generate(list(reversed(requests)))[::-1]
@@ -168,6 +171,25 @@ def test_abort_reaches_every_process(case: tuple[EngineCase, Any]) -> None:
 
     answers = engine.engine.generate(requests, abort, LIMIT_S)
     assert {a.status for a in answers[1:]} == {Status.ABORTED}
+
+
+def test_expert_biases_are_float32_in_a_bfloat16_engine(
+    zygote: Zygote, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A bias moves by 1e-3 in an update: bfloat16 would round it away."""
+    folder = make_tiny(tmp_path_factory.mktemp("model") / "hf", "glm4_moe")
+    with engine_case(folder, zygote, dtype="bfloat16", routes=True) as engine:
+        engine.write(reference_state(load_reference(folder)), version=0)
+        engine.engine.call_loader([{"op": "table"}])
+        table = engine.windows[0].reply()
+        dtypes = {name: row["dtype"] for name, row in table.items()}
+        biases = {name for name in dtypes if name.endswith("e_score_correction_bias")}
+        routers = {name for name in dtypes if name.endswith("mlp.gate.weight")}  # GLM's only
+        assert len(biases) == 3
+        assert {name for name, dtype in dtypes.items() if dtype == "float32"} == biases | routers
+        answer = engine.generate([greedy(PROMPTS[4], 0)])[0]
+        assert answer.routes is not None
+        assert len(answer.routes) == len(PROMPTS[4]) + len(answer.token_ids) - 1
 
 
 @pytest.mark.parametrize("layout", [DEEPSEEK_DP, QWEN3_PP], ids=lambda case: case.name)
