@@ -167,12 +167,28 @@ LAYOUTS = {
         {},
         {"kl": {"place": "reward", "estimator": "k1", "coef": 0.05}},
     ),
+    "deepseek_v3 ep2, engine tp2 ep2": ("deepseek_v3", {"pp": 1, "ep": 2}, {"tp": 2, "ep": 2}, {}),
+    "qwen3_moe tp2+sp ep2 etp1, two engines": (
+        "qwen3_moe",
+        {"tp": 2, "pp": 1, "sequence_parallel": True, "ep": 2, "etp": 1},
+        {},
+        {},
+    ),
+    "glm4_moe pp2, engine ep2 dp2": ("glm4_moe", {"pp": 2}, {"tp": 2, "ep": 2, "dp": 2}, {}),
+    "moonlight tp2+sp, engine tp2": (
+        "moonlight",
+        {"tp": 2, "pp": 1, "sequence_parallel": True},
+        {"tp": 2},
+        {},
+    ),
 }
+SLOW = ("qwen3 pp2, engine dp2", "qwen3_moe", "glm4_moe", "moonlight")
+"""For ``make test-full``: what the others also show, one by one."""
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=[pytest.mark.slow] if n.endswith("dp2") else []) for n in LAYOUTS],
+    [pytest.param(n, marks=[pytest.mark.slow] if n.startswith(SLOW) else []) for n in LAYOUTS],
 )
 def test_engine_trainer_and_transformers_agree_after_updates_and_reshards(name, tmp_path):
     family, train, rollout, algorithm = LAYOUTS[name]
