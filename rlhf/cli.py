@@ -28,7 +28,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_train(commands.add_parser("eval", help="held-out accuracy of the newest state"), _eval)
     convert = commands.add_parser("convert", help="Hugging Face <-> Megatron checkpoint")
     convert.add_argument("--gguf", metavar="PACKAGE", help="import the GGUF file of a package")
-    convert.add_argument("source", nargs="?", help="HF folder, or a checkpoint of a run")
+    convert.add_argument("source", nargs="?", help="HF folder, a run, or a checkpoint of a run")
     convert.add_argument("target", help="folder to write")
     convert.set_defaults(run=_convert)
     doctor = commands.add_parser("doctor", help="what is installed, what is missing, what it costs")
@@ -60,8 +60,8 @@ def _eval(args: argparse.Namespace) -> int:
 def _run_loop(args: argparse.Namespace, loop: str | None, *flags: str) -> int:
     from rlhf.config.load import load_config
     from rlhf.dist.world import is_launched
+    from rlhf.preflight import check, check_data, check_loop
     from rlhf.train import main as run_rank
-    from rlhf.train import split_loop
 
     config = load_config(args.config, args.overrides)
     if args.show_flow:
@@ -71,12 +71,11 @@ def _run_loop(args: argparse.Namespace, loop: str | None, *flags: str) -> int:
         return 0
     arguments = [args.config, *args.overrides, *flags]
     if loop is not None:
-        split_loop(loop)
+        check_loop(loop)
         arguments += ["--loop", loop]
     if is_launched():
         return run_rank(arguments)
     from rlhf.launch import default_ranks, launch
-    from rlhf.preflight import check, check_data
 
     ranks = config.dist.ranks or default_ranks()
     check(config, ranks, args.config)
