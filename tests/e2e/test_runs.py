@@ -182,7 +182,7 @@ LAYOUTS = {
         {},
     ),
 }
-SLOW = ("qwen3 pp2, engine dp2", "qwen3_moe", "glm4_moe", "moonlight")
+SLOW = ("qwen3 pp2, engine dp2", "deepseek_v3", "qwen3_moe", "glm4_moe", "moonlight")
 """For ``make test-full``: what the others also show, one by one."""
 
 
