@@ -14,7 +14,7 @@ export GOMP_SPINCOUNT = 0
 export HF_HUB_OFFLINE = 1
 
 .PHONY: install demo model test lint format test-unit test-dist test-e2e test-full \
-        bench bench-step bench-logprob bench-packing bench-peer clean
+        bench bench-step bench-logprob bench-packing bench-peer bench-copy clean
 
 install: $(VENV)/installed-$(FLAVOUR)
 
@@ -69,6 +69,9 @@ bench: bench-step bench-logprob bench-packing
 
 bench-step bench-logprob bench-packing bench-peer: bench-%: install model
 	$(BIN)/python -m rlhf.bench.$* $(ARGS)
+
+bench-copy: install
+	$(BIN)/python -m rlhf.bench.copy $(ARGS)
 
 clean:
 	rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

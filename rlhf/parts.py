@@ -69,7 +69,7 @@ def build_parts(ground: Ground, engine: EngineHost | None, *, record: bool) -> R
         ground.closers.append(lock_run_dir(Path(config.run_dir)).close)
         save_resolved(config)
     collector = _collector(ground, engine, tokenizer, rewards)
-    batcher = _batcher(ground, algorithm)
+    batcher = build_batcher(ground, algorithm)
     run = Run(
         config=config,
         first_step=checkpoints.resume(config.checkpoint.resume),
@@ -124,7 +124,7 @@ def _collector(
     )
 
 
-def _batcher(ground: Ground, algorithm: Algorithm) -> Batcher:
+def build_batcher(ground: Ground, algorithm: Algorithm) -> Batcher:
     plan, train = ground.plan, ground.plan.config.train
     return Batcher(
         rule=algorithm,

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rlhf.bench.copy_task import write_data
 from rlhf.config.check import ENGINE_RESERVED_TOKENS, check_config
 from rlhf.config.faults import ConfigError
 from rlhf.config.load import load_config, load_text
@@ -256,7 +257,9 @@ def mutate(raw: dict[str, Any], rng: random.Random) -> str:
 
 
 @pytest.mark.parametrize("source", [*CONFIGS, "small"], ids=lambda s: getattr(s, "stem", s))
-def test_mutations_are_valid_or_refused_with_the_key_named(source, tmp_path):
+def test_mutations_are_valid_or_refused_with_the_key_named(source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_data(tmp_path / "models" / "copy")  # of the copy recipes
     text = SMALL if source == "small" else source.read_text(encoding="utf-8")
     rng = random.Random(0)
     stated, _ = parse_yaml(text)
