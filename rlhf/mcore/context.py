@@ -17,7 +17,7 @@ import torch
 from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
 from torch import Tensor
 
-from rlhf.mcore.core_attention import batch_cut_sequences
+from rlhf.mcore.core_attention import PackedSequences, batch_cut_sequences
 from rlhf.mcore.stream import Stream, keep_whole
 from rlhf.types import MicroBatch
 
@@ -52,15 +52,16 @@ def cut(
     borders, device = micro.cu_seqlens.tolist(), micro.tokens.device
     held = [torch.tensor(zigzag_rows(borders, cp, r)) for r in range(cp)]
     rows = held[rank].to(device)
+    positions = micro.positions[rows]
     local = torch.full_like(micro.tokens, -1)
     local[rows] = torch.arange(len(rows), device=device)
     needed = local[whole.needed[whole.source]]
     made_here = needed >= 0
     return Stream(
         tokens=whole.tokens[:, rows],
-        packed=_borders_twice(whole.packed)
+        packed=_for_transformer_engine(whole.packed, positions)
         if short is None
-        else batch_cut_sequences(borders, held, rank, micro.positions[rows], short),
+        else batch_cut_sequences(borders, held, rank, positions, short),
         needed=needed[made_here],
         source=torch.arange(int(made_here.sum()), device=device),
         targets=whole.targets[made_here],
@@ -69,10 +70,11 @@ def cut(
     )
 
 
-def _borders_twice(packed: Any) -> Any:
-    """transformer-engine wants the borders in memory too; padding counts as a part here."""
+def _for_transformer_engine(packed: PackedSequences, positions: Tensor) -> PackedSequences:
+    """It wants the borders in memory too; they are the same, since padding counts as a part."""
     return replace(
         packed,
+        positions=positions,
         cu_seqlens_q_padded=packed.cu_seqlens_q,
         cu_seqlens_kv_padded=packed.cu_seqlens_kv,
     )

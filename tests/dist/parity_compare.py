@@ -12,6 +12,7 @@ import torch
 from rlhf.dist.layout import TrainLayout
 from rlhf.weights.families import train_param_shapes, train_pieces
 from rlhf.weights.model_shape import load_model_shape
+from rlhf.weights.piece import Piece
 from tests.dist.parity_case import TEMPERATURE, Case, Loss, Outcome, layout_of, sequences
 
 TOLERANCE = 1e-5
@@ -105,27 +106,26 @@ def whole_gradients(
     local: list[dict[str, np.ndarray]] = []
     for rank, outcome in enumerate(ranks):
         shapes = train_param_shapes(shape, layout, rank)
-        local.append(
-            {n: np.full(int(np.prod(shapes[n])), np.nan, np.float32) for n in outcome.grads}
-        )
+        known = {}
         for name, parts in outcome.grads.items():
+            flat = np.full(int(np.prod(shapes[name])), np.nan, np.float32)
             for start, values in parts:
-                local[rank][name][start : start + len(values)] = values
-    return whole_tensors(shape, layout, local)
+                flat[start : start + len(values)] = values
+            known[name] = flat.reshape(shapes[name])
+        local.append(known)
+    return whole_tensors([train_pieces(shape, layout, r) for r in range(layout.world)], local)
 
 
 def whole_tensors(
-    shape: Any, layout: TrainLayout, local: Sequence[dict[str, np.ndarray]]
+    pieces: Sequence[Sequence[Piece]], local: Sequence[dict[str, np.ndarray]]
 ) -> dict[str, np.ndarray]:
     """HF tensor -> its values, from what each rank knows of its parameters (NaN: not known); parts
     held twice are equal."""
     whole: dict[str, np.ndarray] = {}
-    for rank in range(layout.world):
-        shapes = train_param_shapes(shape, layout, rank)
-        for piece in train_pieces(shape, layout, rank):
-            if piece.param in local[rank]:
-                part = local[rank][piece.param].reshape(shapes[piece.param])
-                _put(whole, piece, part[_slices(piece.local)])
+    for of_rank, params in zip(pieces, local, strict=True):
+        for piece in of_rank:
+            if piece.param in params:
+                _put(whole, piece, params[piece.param][_slices(piece.local)])
     for name, tensor in whole.items():
         assert not np.isnan(tensor).any(), name
     return whole

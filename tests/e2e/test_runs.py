@@ -161,6 +161,7 @@ LAYOUTS = {
     "qwen2 tied tp2, two engines": ("qwen2", {"tp": 2, "pp": 1}, {}, {}),
     "qwen3 tp2, engine pp2": ("qwen3", {"tp": 2, "pp": 1}, {"pp": 2}, {}),
     "qwen3 pp2, engine dp2": ("qwen3", {"pp": 2}, {"tp": 2, "dp": 2}, {}),
+    "qwen2 tied cp2, two engines": ("qwen2", {"cp": 2, "pp": 1}, {}, {}),
     "qwen3 dp2, two engines, kl in reward": (
         "qwen3",
         {"pp": 1},

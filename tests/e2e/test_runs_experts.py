@@ -16,7 +16,8 @@ def test_a_deepseek_model_trains_over_ep_and_is_exported(tmp_path):
         "deepseek_v3",
         num_steps=2,
         train={"pp": 1, "ep": 2},
-        rollout={"tp": 2, "ep": 2, "dp": 2},
+        rollout={"tp": 2, "ep": 2, "dp": 2, "routes": True},
+        algorithm={"skip_zero_signal": False},
         checkpoint={"export_hf": True},
     )
     facts = tmp_path / "model" / "config.json"
@@ -28,6 +29,9 @@ def test_a_deepseek_model_trains_over_ep_and_is_exported(tmp_path):
     assert [line["step"] for line in steps] == [0, 1]
     assert all(0 <= line["gap/mean_abs"] <= 1e-5 for line in steps)
     assert all(line["optim/grad_norm"] > 0 for line in steps)
+    # Every group is trained, so engine and trainer send the same tokens to the same experts.
+    assert all(line["experts/distance"] <= 0.01 for line in steps)
+    assert all(line["experts/rollout_max_over_mean"] > 1.1 for line in steps)
 
     before = load_file(tmp_path / "model" / "model.safetensors")
     after = {}

@@ -97,6 +97,7 @@ def test_transformer_engine_gets_the_borders_of_the_whole_sequences():
     for given_borders in (packed.cu_seqlens_kv, packed.cu_seqlens_kv_padded):
         assert torch.equal(given_borders, borders)
     assert packed.max_seqlen_q == 8
+    assert packed.positions.tolist() == [2, 3, 4, 5, 9, 10]
 
 
 def test_a_sequence_that_is_not_padded_is_refused():
