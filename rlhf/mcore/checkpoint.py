@@ -38,11 +38,12 @@ def save_state(folder: Path, model: TrainModel, optimizer: Optimizer) -> None:
     model_state = _model_state(model)
     state = {
         **model_state,
-        "optimizer": optimizer.inner.sharded_state_dict(model_state, metadata=_metadata()),
+        "optimizer": _moments(model_state, optimizer, is_loading=False),
         "random": _random_state(model.layout),
         "common": {
             "layout": asdict(model.layout),
             "num_updates": optimizer.num_updates,
+            "adam_step": _adam_step(optimizer),
         },
     }
     _write(folder, state)
@@ -58,16 +59,14 @@ def load_state(folder: Path, model: TrainModel, optimizer: Optimizer) -> None:
     model_state = _model_state(model)
     state = {
         **model_state,
-        "optimizer": optimizer.inner.sharded_state_dict(
-            model_state, is_loading=True, metadata=_metadata()
-        ),
+        "optimizer": _moments(model_state, optimizer, is_loading=True),
     }
     same_layout = common["layout"] == asdict(model.layout)
     if same_layout:
         state["random"] = _random_state(model.layout)
     loaded = dist_checkpointing.load(state, str(folder))
     _set_weights(model, loaded)
-    optimizer.inner.load_state_dict(loaded["optimizer"])
+    _set_moments(optimizer, loaded["optimizer"], common["adam_step"])
     optimizer.num_updates = common["num_updates"]
     if same_layout:
         _set_random_state(loaded["random"])
@@ -83,11 +82,38 @@ def load_weights(folder: Path, model: TrainModel) -> None:
     _set_weights(model, dist_checkpointing.load(_model_state(model), str(folder)))
 
 
+def _moments(
+    model_state: dict[str, Any], optimizer: Optimizer, *, is_loading: bool
+) -> dict[int, Any]:
+    """Adam's moments and float32 masters, by the names of the weights.
+
+    With experts over ranks megatron has two optimizers, else one, and its own form differs between
+    the two; this one has nothing of them but tensors.
+    """
+    return {
+        i: part.sharded_state_dict(model_state, is_loading, metadata=_metadata())["param_state"]
+        for i, part in enumerate(optimizer.inner.chained_optimizers)
+    }
+
+
+def _adam_step(optimizer: Optimizer) -> int:
+    """Updates so far that were not left out; the same in all groups that have parameters."""
+    return max(group.get("step", 0) for group in optimizer.inner.param_groups)
+
+
+def _set_moments(optimizer: Optimizer, loaded: Mapping[int, Any], adam_step: int) -> None:
+    for i, part in enumerate(optimizer.inner.chained_optimizers):
+        state = part.state_dict()
+        for group in state["optimizer"]["param_groups"]:
+            group["step"] = adam_step
+        kind = _metadata()["distrib_optim_sharding_type"]
+        part.load_state_dict({**state, "param_state": loaded[i], "param_state_sharding_type": kind})
+
+
 def _metadata() -> dict[str, Any]:
     return {
         # The default is a format that cannot be read back.
         "distrib_optim_sharding_type": "fully_reshardable",
-        "chained_optim_avoid_prefix": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
 
