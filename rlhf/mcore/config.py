@@ -81,6 +81,8 @@ def _experts(shape: ModelShape, layout: TrainLayout, dispatcher: str) -> dict[st
     # megatron checks it against variable lengths, dense models or not
     if moe is None:
         return {"moe_token_dispatcher_type": dispatcher}
+    if dispatcher == "flex" and not torch.cuda.is_available():
+        raise ValueError("train.moe.dispatcher: flex is DeepEP, which needs GPUs; use alltoall")
     shared = moe.num_shared_experts * moe.ffn_size
     return {
         "num_moe_experts": moe.num_experts,
@@ -92,7 +94,7 @@ def _experts(shape: ModelShape, layout: TrainLayout, dispatcher: str) -> dict[st
         "moe_router_load_balancing_type": "none",
         "moe_token_dispatcher_type": dispatcher,
         "moe_router_dtype": "fp32",
-        # would need as many rows from the router as it was given, and padding goes to no expert
+        # the fused form counts on num_experts_per_token experts of every row; padding has none
         "moe_permute_fusion": False,
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.expert_tp,

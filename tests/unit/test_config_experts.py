@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from rlhf.config.check import check_config
 from rlhf.config.faults import ConfigError
+from rlhf.config.load import load_text
+from rlhf.config.schema import Config
 from rlhf.weights.model_shape import MLAShape, MoEShape
-from tests.unit.test_config_check import check
+from tests.unit.test_config_check import SMALL, check, shape
 
 QWEN = MoEShape(
     num_experts=8,
@@ -71,3 +76,11 @@ def test_a_cut_over_tp_needs_sequence_parallelism(parts, words):
     """Without it Megatron's gradients are wrong and nothing says so."""
     with pytest.raises(ConfigError, match=f"train.sequence_parallel: must be true for {words}"):
         check("train.tp=2", **parts, **SIZES)
+
+
+def test_the_example_of_the_docs_holds():
+    text = (Path(__file__).parents[2] / "docs" / "experts.md").read_text(encoding="utf-8")
+    example = text.partition("```yaml\n")[2].partition("```")[0]
+    config = load_text(Config, SMALL + example, "experts.md", [])
+    biased = replace(QWEN, expert_bias=True)
+    check_config(config, shape(moe=biased, **SIZES), 8, "experts.md")

@@ -113,6 +113,15 @@ def test_llama3_frequencies_equal_transformers():
     torch.testing.assert_close(scale_llama3(plain, scaling), expected, rtol=1e-6, atol=0)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has it")
+def test_the_dispatcher_of_gpus_is_refused_on_a_cpu():
+    moe = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "num_experts_per_tok": 2}
+    shape = parse_model_shape({**RAW, **moe, "moe_intermediate_size": 32})
+    train = TrainSection(moe={"dispatcher": "flex"})
+    with pytest.raises(ValueError, match=r"train\.moe\.dispatcher: flex is DeepEP"):
+        transformer_config(shape, TrainLayout(1), ModelSection(path="unused"), train)
+
+
 @pytest.mark.parametrize(("mscale", "all_dim"), [(1.0, 1.0), (0.7, 0.9), (1.0, 0.0)])
 def test_yarn_frequencies_and_factors_equal_transformers(mscale, all_dim):
     from transformers import DeepseekV3Config
