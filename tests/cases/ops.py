@@ -6,13 +6,14 @@ each operation without a mapping waits for.
 
 from __future__ import annotations
 
-from tests.cases import configuration, context, data, logprobs, losses, runs, weights
+from tests.cases import configuration, context, data, experts, logprobs, losses, runs, weights
 from tests.cases.case import Op
 
 OPS: dict[str, Op] = {
     **configuration.OPS,
     **context.OPS,
     **data.OPS,
+    **experts.OPS,
     **logprobs.OPS,
     **losses.OPS,
     **runs.OPS,
@@ -24,6 +25,10 @@ BEHAVIOUR: dict[tuple[str, str], str] = {
         "cp_invariance",
         "gradient_scale_vs_cp1",
     ): "tests/dist/test_parity_context.py::test_losses_and_gradient_norms_equal_one_rank",
+    (
+        "optimizer_reshard",
+        "any_of",
+    ): "tests/dist/test_parity_checkpoint.py::test_another_layout_continues_equal",
     (
         "stop_consensus",
         "at_step",
@@ -52,14 +57,12 @@ WAITING: dict[str, tuple[str, ...]] = {
     ),
     "more algorithms: leave-one-out, length penalty": ("rloo_advantage", "overlong_penalty"),
     "mixture-of-experts families and the layouts of large models": (
-        "biased_topk",
         "replayed_expert_weights",
         "route_padding",
         "fused_expert_layout",
         "fp8_scale_shape",
         "mtp_name",
         "bucket_plan",
-        "optimizer_reshard",
     ),
     "time-slicing of device memory": (
         "phase_peak_memory",
