@@ -2,8 +2,8 @@
 
 A random model never sees a reward, one that has learned leaves nothing to do: 25 supervised steps
 leave the actor at one answer in twelve or so. The judge is a sequence classifier that has been
-shown whether single digits are right; a critic starts from it, as it would from a reward model. To
-compare two digits takes longer to learn than 250 steps of values.
+shown whether all digits so far are right; a critic starts from it, as it would from a reward model.
+To compare two digits takes longer to learn than 250 steps of values.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 DIGITS = 3
 NUM_HELD_OUT = 64
 BATCH = 64
-ACTOR_STEPS, JUDGE_STEPS = 25, 100
+ACTOR_STEPS, JUDGE_STEPS = 25, 150
 VOCABULARY = ("<pad>", "<bos>", "<eos>", *"0123456789", "+", "=", ">")
 
 
@@ -95,7 +95,7 @@ def _warm_actor(texts: list[str], seed: int) -> Any:
 
 
 def _warm_judge(actor: Any, texts: list[str], seed: int) -> Any:
-    """The actor's body, then JUDGE_STEPS of telling right digits from random ones."""
+    """The actor's body, then JUDGE_STEPS of 1 while all digits are right and 0 afterwards."""
     import torch
     from transformers import LlamaForSequenceClassification
 
@@ -105,16 +105,16 @@ def _warm_judge(actor: Any, texts: list[str], seed: int) -> Any:
     config.num_labels = 1
     model = LlamaForSequenceClassification(config)
     model.model.load_state_dict(actor.model.state_dict())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0, betas=(0.9, 0.95))
     for _ in range(JUDGE_STEPS):
         drawn = [rng.choice(texts) for _ in range(BATCH)]
         given = ["".join(rng.choice((c, rng.choice("0123456789"))) for c in text) for text in drawn]
         tokens = torch.tensor(
             [_ids(f"{text}>{answer}") for text, answer in zip(drawn, given, strict=True)]
         )
-        right = tokens[:, DIGITS + 1 :] == tokens[:, :DIGITS]
+        right = (tokens[:, DIGITS + 1 :] == tokens[:, :DIGITS]).float().cumprod(1)
         scores = model.score(model.model(tokens).last_hidden_state)[:, DIGITS + 1 :, 0]
-        loss = torch.nn.functional.binary_cross_entropy_with_logits(scores, right.float())
+        loss = (scores - right).square().mean()
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
