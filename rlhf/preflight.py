@@ -7,7 +7,8 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
-from rlhf.config.check import check_config, train_layout
+from rlhf.config.check import check_config, stage_faults, train_layout
+from rlhf.config.check_experts import expert_faults
 from rlhf.config.faults import ConfigError
 from rlhf.config.schema import Config
 from rlhf.dist.layout import LayoutError, TrainLayout
@@ -23,7 +24,10 @@ def check(config: Config, world: int, source: str) -> ModelShape:
     Raises:
         ValueError: all faults at once.
     """
-    shape = load_model_shape(config.model.path)
+    try:
+        shape = load_model_shape(config.model.path)
+    except ValueError as error:
+        raise ConfigError([f"{source}:model.path: {error}"]) from None
     check_config(config, shape, world, source)
     check_index(config.model.path, full_shapes(shape))
     check_value_models(config, shape, train_layout(config.train, world), source)
@@ -68,12 +72,16 @@ def _value_model_faults(
     try:
         shape = load_value_model(folder, needs_head=needs_head).shape
         check_train(shape, layout)
+        stages = list(stage_faults(layout, shape.num_layers))
     except LayoutError as error:
         yield from (f"{folder}: {fault}" for fault in error.faults)
         return
     except ValueError as error:
         yield str(error)
         return
+    yield from (f"{folder}: {fault}" for fault in stages)
+    if shape.moe is not None or shape.mla is not None:
+        yield from (f"{folder}: {fault}" for fault in expert_faults(config.train, shape))
     if shape.vocab_size != actor.vocab_size:
         yield (
             f"{folder} has a vocabulary of {shape.vocab_size}, the actor at model.path one of "

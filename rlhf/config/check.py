@@ -113,7 +113,12 @@ def stage_faults(layout: TrainLayout, layers: int) -> Iterator[str]:
         yield (
             f"train.first, train.last: {left} of the model's {layers} layers are left for {stages} "
             f"stages, with first={layout.first} and last={layout.last}, and must be a multiple of "
-            f"{stages}; with this first, last may be one of {listed(fitting)}"
+            f"{stages}; "
+            + (
+                f"with this first, last may be one of {listed(fitting)}"
+                if fitting
+                else "give another train.first"
+            )
         )
         return
     for stage in range(layout.pp):

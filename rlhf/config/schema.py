@@ -26,6 +26,8 @@ PositiveInt = Annotated[Int, Field(gt=0)]
 Fraction = Annotated[Float, Field(ge=0, le=1)]
 NonNegative = Annotated[Float, Field(ge=0)]
 PositiveFloat = Annotated[Float, Field(gt=0)]
+Seconds = Annotated[Float, Field(gt=0, le=2_000_000)]
+"""A time limit; the system counts milliseconds in 32 bits, which hold 24 days."""
 Seed = Annotated[Int, Field(ge=0, lt=2**32)]
 Text = Annotated[str, Field(min_length=1)]
 
@@ -131,15 +133,15 @@ class RolloutSection(Section):
     """Tokens of the engine's KV cache; empty: what mem_fraction leaves."""
     mem_fraction: Annotated[Float, Field(gt=0, lt=1)] = 0.6
     """Share of the device for engine weights and KV cache."""
-    start_timeout_s: PositiveFloat = 300
-    timeout_s: PositiveFloat = 3600
+    start_timeout_s: Seconds = 300
+    timeout_s: Seconds = 3600
     """Longest rollout phase."""
 
 
 class ReshardSection(Section):
     window_mib: PositiveInt = 64
     """Size of one staging window; a rank has two."""
-    timeout_s: PositiveFloat = 120
+    timeout_s: Seconds = 120
 
 
 class JsonlSource(Section):
@@ -186,7 +188,7 @@ class DataSection(Section):
     eval: tuple[Source, ...] = ()
     max_prompt_tokens: PositiveInt = 1024
     """Longer prompts are dropped with a warning; if none is left the run stops."""
-    reward_timeout_s: PositiveFloat = 60
+    reward_timeout_s: Seconds = 60
     """Longest time that a reward may take for one answer; then the run ends with an error."""
     shuffle: bool = True
     """Another order in each epoch, from the run's seed; off: the order of the source."""
@@ -323,13 +325,13 @@ class TrackSection(Section):
 class DistSection(Section):
     ranks: PositiveInt | None = None
     """Ranks that `rlhf train` starts on this machine; empty: one per GPU, or 1 without GPUs."""
-    timeout_s: PositiveFloat = 600
+    timeout_s: Seconds = 600
     """Longest wait in a compute collective, and for a rank at the edge of a phase; after a rollout
     or an evaluation it is rollout.timeout_s."""
-    silence_s: PositiveFloat = 120
+    silence_s: Annotated[Seconds, Field(ge=5)] = 120
     """A rank whose process gives no sign of life for so long (stopped, or stuck with Python's lock
     held) ends the run. A compilation may hold the lock for a while."""
-    stop_grace_s: PositiveFloat = 25
+    stop_grace_s: Seconds = 25
     """After a signal: time until ranks that do not come to an edge, and do not save, are ended."""
 
 

@@ -171,9 +171,11 @@ class Stopper:
         rounds = Patience()
         while True:
             self._note_signals(POLL_S)
+            if self._board is None or self._done.is_set():
+                rounds = Patience()  # the store is asked nothing yet, or any more
+                continue
             silent_s = rounds.see(self._rounds, time.monotonic())
-            watched = self._board is not None and not self._done.is_set()
-            if watched and silent_s > self._limits.silence_s:
+            if silent_s > self._limits.silence_s:
                 self._lose_store(f"has not answered for {silent_s:.0f} s")
 
     def _note_signals(self, timeout_s: float) -> None:

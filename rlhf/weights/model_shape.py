@@ -130,7 +130,7 @@ def load_model_shape(folder: str | Path) -> ModelShape:
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise ValueError(
-            f"model.path={folder}: no config.json there; give a Hugging Face model folder "
+            f"{folder}: no config.json there; give a Hugging Face model folder "
             "(config.json, *.safetensors, tokenizer.json)"
         )
     try:

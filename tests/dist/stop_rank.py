@@ -60,6 +60,8 @@ def main() -> int:
     world = read_world()
     stopper = Stopper(world.rank, GRACE_S)
     stopper.install()
+    if name == "outlasts":  # imports and models take longer than a rank may be silent
+        threading.Event().wait(1.2 * SHORT_S)
     init_groups(world, torch.device("cpu"), LONG_S)
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     limits = Limits(silence_s=SHORT_S, edge_s=SHORT_S, rollout_s=LONG_S)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from rlhf.config.check import train_layout
 from rlhf.config.faults import ConfigError
 from rlhf.config.load import load_text
 from rlhf.config.schema import Config
@@ -70,6 +71,14 @@ def test_what_a_checkpoint_has_beside_the_model_is_said():
         (["critic.path=nowhere"], ["critic.path: ", "nowhere", "no config.json"]),
         (["reward_model.path={short}"], ["reward_model.path: ", "16 positions", "are 72"]),
         (["reward_model.path={classifier}", "train.pp=8"], ["reward_model.path: ", "4"]),
+        (
+            ["critic.path={experts}", "train.pp=1", "train.tp=2"],
+            ["critic.path: ", "train.sequence_parallel: must be true"],
+        ),
+        (
+            ["critic.path={classifier}", "train.vpp=3"],
+            ["critic.path: ", "train.vpp=3 must divide the layers of every stage"],
+        ),
     ],
 )
 def test_a_value_model_that_cannot_run_beside_the_actor_is_refused(overrides, words, tmp_path):
@@ -77,11 +86,12 @@ def test_a_value_model_that_cannot_run_beside_the_actor_is_refused(overrides, wo
         "causal": make_tiny(tmp_path / "causal", "llama"),
         "classifier": make_tiny_classifier(tmp_path / "classifier", "llama"),
         "other": make_tiny_classifier(tmp_path / "other", "llama", vocab_size=300),
+        "experts": make_tiny(tmp_path / "experts", "qwen3_moe"),
         "short": make_tiny_classifier(tmp_path / "short", "llama", max_position_embeddings=16),
     }
     settings = [*PPO, *(o.format(**folders) for o in overrides)]
     config = load_text(Config, SMALL, "x", settings)
-    layout = TrainLayout(config.train.pp, pp=config.train.pp)
+    layout = train_layout(config.train, config.train.pp * config.train.tp)
     actor = load_model_shape(folders["causal"])
     with pytest.raises(ConfigError) as error:
         check_value_models(config, actor, layout)
