@@ -132,6 +132,7 @@ def _launch_engine(plan: Plan, stopper: Stopper, closers: list[Closer]) -> Engin
         max_running_requests=rollout.max_running_requests,
         kv_tokens=rollout.kv_tokens,
         mem_fraction=rollout.mem_fraction,
+        free_host_weights=rollout.free_host_weights,
         start_timeout_s=rollout.start_timeout_s,
     )
     engine = EngineHost.launch(spec, zygote)

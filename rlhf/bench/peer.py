@@ -2,7 +2,7 @@
 
 PATH is the interpreter of an environment with ``trl``. Same model, dtype, items in the same order,
 group size, answer length and learning rate; ours with and without leaving out groups that have no
-signal. By hand, on an idle machine.
+signal, and with engines that give their memory back while they sleep. By hand, on an idle machine.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def run_ours(
         *(sys.executable, "-m", "rlhf.cli", "train", config, *overrides),
         *(f"run_dir={run_dir}", f"algorithm.skip_zero_signal={str(skip).lower()}"),
         *("checkpoint.export_hf=false", "eval.every=0", "data.eval=[]"),
-        *("track.swanlab=off", "track.tensorboard=false"),
+        *("track.swanlab=off", "track.tensorboard=false", "rollout.free_host_weights=true"),
     ]
     journal = run_dir / "metrics.jsonl"
 

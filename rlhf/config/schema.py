@@ -133,6 +133,9 @@ class RolloutSection(Section):
     """Tokens of the engine's KV cache; empty: what mem_fraction leaves."""
     mem_fraction: Annotated[Float, Field(gt=0, lt=1)] = 0.6
     """Share of the device for engine weights and KV cache."""
+    free_host_weights: bool = False
+    """On a CPU: an engine asleep gives the memory of its weights back to the system, and takes it
+    again at the next reshard, which costs about 0.7 s per GiB. On a GPU it always does."""
     start_timeout_s: Seconds = 300
     timeout_s: Seconds = 3600
     """Longest rollout phase."""

@@ -16,7 +16,7 @@ Messages to the receiver are JSON objects:
 
     {"op": "open", "path", "bytes", "area_bytes", "rounds"}   map the window, check the model
     {"op": "update", "sequence", "limit_s"}                   write rounds until END
-    {"op": "sleep"}                                           free weights in host memory
+    {"op": "sleep", "free"}                                   spoil or free weights in host memory
     {"op": "table"}                                           describe the live parameters
     {"stages": [message, ...]}                                one per pipeline stage
     {"op": "join"}                                            only in stages: end of their update

@@ -73,6 +73,8 @@ class EngineSpec:
     max_running_requests: int = 64
     kv_tokens: int | None = None
     mem_fraction: float = 0.6
+    free_host_weights: bool = False
+    """Asleep on a CPU: give the memory of the weights back."""
     receiver: str = "rlhf.rollout.receiver.load"
     """Function (model, named_tensors) that writes weights inside SGLang's scheduler processes."""
     start_timeout_s: float = 300.0

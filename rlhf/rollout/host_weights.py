@@ -97,7 +97,8 @@ class EngineWeights:
         self._asleep = True
         self.invalid = "the engine sleeps"
         if self._spec.device == "cpu":
-            await self.call([{"op": "sleep"}] * self._spec.num_ranks, SLEEP_LIMIT_S)
+            message = {"op": "sleep", "free": self._spec.free_host_weights}
+            await self.call([message] * self._spec.num_ranks, SLEEP_LIMIT_S)
         else:
             await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput())
 

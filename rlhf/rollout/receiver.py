@@ -30,7 +30,7 @@ from rlhf.reshard.wire import HEAD_BYTES, TEXT_AT, TEXT_BYTES, End, Word
 
 NAP_S = 1e-4
 RELEASED_BYTES = 2**18
-"""Tensors in host memory from this size on give up their pages in sleep."""
+"""Tensors from this size on give up their pages in a sleep that frees."""
 ATTRIBUTE = "_reshard_receiver"
 WORKER = "_reshard_worker"
 DERIVED = ("cos_sin_cache", "inv_freq")
@@ -87,7 +87,7 @@ def _obey(model: nn.Module, message: dict[str, Any]) -> None:
         # On the model, not in this module: a draft model in the same process has its own.
         setattr(model, ATTRIBUTE, _Receiver(model, message))
     if message["op"] == "sleep":
-        _sleep(model)
+        _sleep(model, free=bool(message["free"]))
         return
     receiver: _Receiver = getattr(model, ATTRIBUTE)
     receiver.obey(message)
@@ -180,9 +180,6 @@ class _Receiver:
         if self._refusal:
             raise RuntimeError(self._refusal)
         live = _live(self._model)
-        _spoil(
-            [*live.values(), *_derived(self._model)]
-        )  # what the rounds leave out must not look like weights
         done = 0
         while wait(Word.POSTED, done + 1, f"to post round {done}"):
             words[Word.BYTES] += self._write_round(live, done)
@@ -258,22 +255,19 @@ def _derived(model: nn.Module) -> list[Tensor]:
     return [value for value in found if isinstance(value, Tensor)]
 
 
-def _sleep(model: nn.Module) -> None:
-    """Free the weights in host memory, which SGLang's release does not touch.
+def _sleep(model: nn.Module, *, free: bool) -> None:
+    """NaN into weights in host memory, which SGLang's release does not touch.
 
-    Small ones (every norm is one) are NaN instead, so a request before the next update shows.
+    So a request before the next update shows, and so does what that update would leave out. With
+    ``free`` the large ones give up their memory instead and are zero until they are written; every
+    norm is small.
     """
     for tensor in (*_live(model).values(), *_derived(model)):
-        if tensor.nbytes < RELEASED_BYTES or not tensor.is_contiguous():
-            _spoil([tensor])
-        elif tensor.device.type == "cpu":
+        if tensor.device.type != "cpu" or not tensor.is_floating_point():
+            continue
+        if free and tensor.nbytes >= RELEASED_BYTES and tensor.is_contiguous():
             release_pages(tensor.data)
-
-
-def _spoil(tensors: Iterable[Tensor]) -> None:
-    """NaN into what lies in host memory."""
-    for tensor in tensors:
-        if tensor.device.type == "cpu" and tensor.is_floating_point():
+        else:
             tensor.data.fill_(float("nan"))
 
 

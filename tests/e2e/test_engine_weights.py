@@ -63,7 +63,7 @@ def test_generate_is_refused_until_an_update_has_completed(
 def test_sleep_forgets_everything_and_an_update_brings_everything_back(
     case: EngineCase, state: dict[str, Tensor]
 ) -> None:
-    """Equality afterwards shows that every element was written: an update begins with NaN."""
+    """Equality afterwards shows that every element was written: sleep leaves NaN or zero."""
     case.write(state, 4)
     before = case.generate(REQUESTS)
     case.engine.sleep()

@@ -100,7 +100,7 @@ def test_sleep_leaves_nothing_and_an_update_brings_all_back():
     rank = OneRank()
     rank.open()
     rank.update()
-    rank.load({"op": "sleep"})
+    rank.load({"op": "sleep", "free": False})
     assert all(p.isnan().all() for p in rank.model.parameters())
     rank.update()
     rank.assert_engine_holds(rank.full)
@@ -117,7 +117,7 @@ def test_large_weights_give_up_their_pages_in_sleep():
     rank.open()
     rank.update()
     pointers = [p.data_ptr() for p in rank.model.parameters()]
-    rank.load({"op": "sleep"})
+    rank.load({"op": "sleep", "free": True})
     inner = rank.model.get_parameter("lm_head.weight")[1000:-1000]
     assert inner.eq(0).all()  # what the system gives for a page that was released
     assert rank.model.get_parameter("model.norm.weight").isnan().all()
@@ -131,7 +131,7 @@ def test_what_the_model_derives_from_its_weights_sleeps_with_them():
     rank.open()
     module = rank.model.get_submodule("model.layers.0.self_attn")
     module.w_kc = torch.ones(2, 3, 4).transpose(1, 2)
-    rank.load({"op": "sleep"})
+    rank.load({"op": "sleep", "free": False})
     assert module.w_kc.isnan().all()
 
 
