@@ -71,7 +71,7 @@ bench-step bench-logprob bench-packing bench-peer: bench-%: install model
 	$(BIN)/python -m rlhf.bench.$* $(ARGS)
 
 bench-copy: install
-	$(BIN)/python -m rlhf.bench.copy $(ARGS)
+	$(BIN)/python -m rlhf.bench.learn_copy $(ARGS)
 
 clean:
 	rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

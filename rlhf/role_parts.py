@@ -17,6 +17,7 @@ from rlhf.roles.critic import Critic, NullCritic
 from rlhf.roles.reference import NullReference, Reference
 from rlhf.roles.reward_model import NullRewardModel, RewardModel
 from rlhf.rollout.batcher import Batcher
+from rlhf.types import Phase
 from rlhf.weights.families import train_pieces
 from rlhf.weights.hf_checkpoint import load_pieces
 from rlhf.weights.value_model import load_value_model
@@ -37,7 +38,7 @@ def build_actor(ground: Ground, algorithm: Algorithm, recorder: Recorder) -> Act
         gate=ground.gate,
         on_update=recorder.add_update,
     )
-    ground.gate.on_enter(actor.enter)
+    _lend_gradient_memory(ground, model)
     return actor
 
 
@@ -74,7 +75,7 @@ def build_critic(ground: Ground, recorder: Recorder) -> Critic | NullCritic:
         gate=ground.gate,
         on_update=recorder.add_critic_update,
     )
-    ground.gate.on_enter(critic.enter)
+    _lend_gradient_memory(ground, model)
     return critic
 
 
@@ -91,6 +92,16 @@ def build_reward_model(ground: Ground, batcher: Batcher) -> RewardModel | NullRe
         speaks=Replicas(ground.plan.train, ground.group).speaks,
         gate=ground.gate,
     )
+
+
+def _lend_gradient_memory(ground: Ground, model: TrainModel) -> None:
+    """Gradients take memory from a first update to the last of a step; then the engine has it."""
+
+    def enter(phase: Phase) -> None:
+        if phase not in (Phase.SCORE, Phase.UPDATE):
+            model.release_gradients()
+
+    ground.gate.on_enter(enter)
 
 
 def _language_model(plan: Plan, *, trainable: bool) -> TrainModel:

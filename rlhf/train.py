@@ -16,7 +16,7 @@ from rlhf.dist.stop import EXIT_STOPPED, Stopper, StopRequested
 from rlhf.dist.world import World, read_world
 from rlhf.ending import end_failed, outlive_stdout
 from rlhf.launch import EXIT_USAGE, LAUNCHER_PID
-from rlhf.preflight import check, notes
+from rlhf.preflight import check, check_loop, notes
 from rlhf.rollout.lifeline import die_with_parent
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         world = read_world()
         config = load_config(args.config, args.overrides)
         shape = check(config, world.size, args.config)
-        split_loop(args.loop)
+        check_loop(args.loop)
     except (RuntimeError, ValueError) as error:
         if os.environ.get("RANK", "0") == "0":
             print(error, file=sys.stderr)
@@ -61,15 +61,15 @@ def parser() -> argparse.ArgumentParser:
 
 
 def find_loop(spec: str) -> Loop:
-    """The function that ``file.py:function`` or ``package.module:function`` names.
+    """The function that ``spec`` names, which :func:`rlhf.preflight.check_loop` has looked up.
 
     Runs the file or module: only after the stand-ins of a CPU machine are in place, as it may
     import megatron.
 
     Raises:
-        ValueError: there is no such file or function.
+        ValueError: the name is not that of a function.
     """
-    place, name = split_loop(spec)
+    place, _, name = spec.rpartition(":")
     if place.endswith(".py"):
         found = importlib.util.spec_from_file_location(Path(place).stem, place)
         assert found is not None
@@ -82,20 +82,6 @@ def find_loop(spec: str) -> Loop:
     if not callable(loop):
         raise ValueError(f"--loop {spec}: {place} defines no function {name!r}")
     return loop
-
-
-def split_loop(spec: str) -> tuple[str, str]:
-    """(file or module, function) of a loop's name; the file is looked for, not run.
-
-    Raises:
-        ValueError: the name is not of that form, or there is no such file.
-    """
-    place, _, name = spec.rpartition(":")
-    if not place or not name:
-        raise ValueError(f"--loop {spec}: write FILE.py:FUNCTION")
-    if place.endswith(".py") and not Path(place).is_file():
-        raise ValueError(f"--loop {spec}: no file {Path(place).resolve()}")
-    return place, name
 
 
 def run_rank(config: Config, world: World, loop: str, *, record: bool = True) -> int:

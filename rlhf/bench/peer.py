@@ -73,8 +73,7 @@ def write_rows(config: Config, path: Path) -> None:
 
 def run_trl(python: str, config: Config, work: Path) -> dict[str, Any]:
     command = [
-        # -P: the files beside the script are not its library (one of them is copy.py)
-        *(python, "-P", str(Path(__file__).with_name("peer_trl.py"))),
+        *(python, str(Path(__file__).with_name("peer_trl.py"))),
         *("--model", config.model.path, "--rows", str(work / "rows.jsonl")),
         *("--output", str(work / "trl"), "--dtype", config.model.dtype),
         *("--steps", str(config.num_steps), "--lr", str(config.optimizer.lr)),

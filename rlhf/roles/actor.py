@@ -48,11 +48,6 @@ class Actor:
         """This rank's shard by parameter name; live tensors, not copies."""
         return self.model.params
 
-    def enter(self, phase: Phase) -> None:
-        """Gradients take memory in UPDATE only; the engine has it meanwhile."""
-        if phase not in (Phase.SCORE, Phase.UPDATE):
-            self.model.release_gradients()
-
     def logprobs(self, batch: Batch, step: int) -> Tensor:
         """old_logprobs [T] float32 of the trained tokens, before any update of the step.
 

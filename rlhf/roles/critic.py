@@ -37,11 +37,6 @@ class Critic:
         self._gate = gate
         self._on_update = on_update
 
-    def enter(self, phase: Phase) -> None:
-        """Gradients take memory in UPDATE only; the engine has it meanwhile."""
-        if phase not in (Phase.SCORE, Phase.UPDATE):
-            self.model.release_gradients()
-
     def values(self, batch: Batch, step: int) -> Mapping[str, Tensor]:
         """The columns ``values`` and, if asked for, ``end_values`` [T] float32, in one pass.
 

@@ -5,23 +5,16 @@ from __future__ import annotations
 import torch
 
 from rlhf.mcore.router import choose_experts, expert_weights
-from rlhf.weights.model_shape import MoEShape
 from tests.cases.case import Case, Op, floats
+from tests.helpers.shapes import make_experts
 
 
 def biased_topk(case: Case) -> Case:
     scores, bias = floats(case["scores"])[None], floats(case["bias"])
-    moe = MoEShape(
+    moe = make_experts(
         num_experts=len(bias),
         num_experts_per_token=case["k"],
-        ffn_size=1,
-        num_shared_experts=0,
-        first_dense=0,
         scoring="sigmoid",
-        normalize_topk=True,
-        scaling_factor=1.0,
-        num_groups=1,
-        topk_groups=1,
         expert_bias=True,
     )
 

@@ -10,22 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlhf.config.schema import OptimizerSection
-from tests.dist.parity_case import (
-    CLIP,
-    TEMPERATURE,
-    Case,
-    Loss,
-    alignment,
-    build,
-    layout_of,
-    micro_batches,
-    sequences,
-)
+from tests.dist.parity_case import Case
+from tests.dist.training_case import Training
 from tests.helpers.spawn import run_ranks
 from tests.helpers.tiny_models import make_tiny
 
-SETTINGS = OptimizerSection(lr=1e-3, clip_grad=CLIP, weight_decay=0.01, decay="linear")
 MOE = {"moe": {"bias_update_rate": 0.01}}
 SP = {"tp": 2, "sequence_parallel": True}
 DP2 = Case("dp2", MOE, micro=2)
@@ -56,44 +45,18 @@ MOVES = {
 }
 
 
-class _Run:
-    """Model, optimizer and data on the grid of a case."""
-
-    def __init__(self, rank, world, folder, case):
-        from rlhf.mcore import parallel
-        from rlhf.mcore.optimizer import build_optimizer
-
-        layout = layout_of(case, world)
-        parallel.initialize(layout, timeout_s=60, seed=1)
-        _, _, self.model = build(rank, world, folder, case)
-        self.optimizer = build_optimizer(self.model, SETTINGS, 10)
-        rows = sequences(512)
-        mine = rows[layout.coord(rank).dp :: layout.dp]
-        self.micro = micro_batches(mine, case.micro, alignment(case))
-        self.loss = Loss(sum(int(r["mask"].sum()) for r in rows))
-
-    def train(self, updates):
-        from rlhf.mcore.forward import train
-
-        stats = [
-            train(self.model, self.optimizer, self.micro, self.loss, TEMPERATURE)
-            for _ in range(updates)
-        ]
-        return [(s.sums["loss"], s.grad_norm, s.lr) for s in stats]
-
-
 def _move(rank, world, folder, target, case, other):
     """One update, save, three more; and those three again from the file in both layouts."""
     from rlhf.mcore import parallel
     from rlhf.mcore.checkpoint import load_state, save_state
 
-    run = _Run(rank, world, folder, case)
+    run = Training(rank, world, folder, case)
     run.train(1)
     save_state(target, run.model, run.optimizer)
     out = {"on": run.train(3)}
     parallel.shutdown()
     for name, layout in (("same", case), ("other", other)):
-        run = _Run(rank, world, folder, layout)
+        run = Training(rank, world, folder, layout)
         load_state(target, run.model, run.optimizer)
         out[name] = run.train(3)
         parallel.shutdown()

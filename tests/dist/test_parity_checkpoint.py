@@ -12,22 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf.config.schema import OptimizerSection
 from rlhf.dist.layout import TrainLayout
-from tests.dist.parity_case import (
-    CLIP,
-    LAYOUT_KEYS,
-    TEMPERATURE,
-    Case,
-    Loss,
-    build,
-    micro_batches,
-    sequences,
-)
+from tests.dist.parity_case import Case
+from tests.dist.training_case import Training
 from tests.helpers.spawn import run_ranks
 from tests.helpers.tiny_models import make_tiny
 
-SETTINGS = OptimizerSection(lr=1e-3, clip_grad=CLIP, weight_decay=0.01, decay="linear")
 TP2 = Case("tp2", {"tp": 2})
 PP2 = Case("pp2", {"pp": 2})
 VPP2 = Case("vpp2", {"pp": 2, "vpp": 2})
@@ -37,37 +27,12 @@ PP2_BF16 = Case("pp2 bf16", {"pp": 2}, dtype="bfloat16")
 MOVES = [(TP2, PP2), (PP2, DP2), (VPP2, TP2), (DP2, VPP2), (TP2_BF16, PP2_BF16)]
 
 
-class _Run:
-    """Model, optimizer and data on the grid of a case."""
-
-    def __init__(self, rank, world, folder, case):
-        from rlhf.mcore import parallel
-        from rlhf.mcore.optimizer import build_optimizer
-
-        layout = TrainLayout(world, **{k: v for k, v in case.train.items() if k in LAYOUT_KEYS})
-        parallel.initialize(layout, timeout_s=60, seed=1)
-        shape, layout, self.model = build(rank, world, folder, case)
-        self.optimizer = build_optimizer(self.model, SETTINGS, 10)
-        rows = sequences(shape.vocab_size)
-        self.micro = micro_batches(rows[layout.coord(rank).dp :: layout.dp], 4, layout.tp)
-        self.loss = Loss(sum(int(r["mask"].sum()) for r in rows))
-
-    def train(self, updates):
-        from rlhf.mcore.forward import train
-
-        stats = [
-            train(self.model, self.optimizer, self.micro, self.loss, TEMPERATURE)
-            for _ in range(updates)
-        ]
-        return [(s.sums["loss"], s.grad_norm, s.lr) for s in stats]
-
-
 def _move(rank, world, folder, target, case, other):
     """Two updates, save, two more; and those two again from the file in both layouts."""
     from rlhf.mcore import parallel
     from rlhf.mcore.checkpoint import load_state, load_weights, save_state
 
-    run = _Run(rank, world, folder, case)
+    run = Training(rank, world, folder, case)
     run.train(2)
     torch.rand(3)  # so that the random state is not the one that the seed gives
     save_state(target, run.model, run.optimizer)
@@ -76,14 +41,14 @@ def _move(rank, world, folder, target, case, other):
     out = {"on": run.train(2)}
     parallel.shutdown()
     for name, layout in (("same", case), ("other", other)):
-        run = _Run(rank, world, folder, layout)
+        run = Training(rank, world, folder, layout)
         load_state(target, run.model, run.optimizer)
         if name == "same":
             out["weights"] = all(torch.equal(saved[n], p) for n, p in run.model.params.items())
             out["random"] = torch.rand(1).item() == drawn
         out[name] = run.train(2)
         parallel.shutdown()
-    run = _Run(rank, world, folder, case)
+    run = Training(rank, world, folder, case)
     load_weights(target, run.model)
     out["weights alone"] = all(torch.equal(saved[n], p) for n, p in run.model.params.items())
     parallel.shutdown()
@@ -94,7 +59,7 @@ def _before_the_first_update(rank, world, folder, target):
     from rlhf.mcore import parallel
     from rlhf.mcore.checkpoint import load_state, save_state
 
-    run = _Run(rank, world, folder, PP2)
+    run = Training(rank, world, folder, PP2)
     save_state(target, run.model, run.optimizer)
     on = run.train(2)
     load_state(target, run.model, run.optimizer)
@@ -108,7 +73,7 @@ def _failing_write(rank, world, folder, target):
     from rlhf.mcore import parallel
     from rlhf.mcore.checkpoint import save_state
 
-    run = _Run(rank, world, folder, PP2)
+    run = Training(rank, world, folder, PP2)
     if rank == 1:
         (target / "__1_0.distcp").mkdir()
     torch.distributed.barrier()

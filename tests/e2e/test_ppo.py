@@ -95,7 +95,7 @@ def test_the_example_runs(tmp_path):
 @pytest.mark.slow
 def test_grpo_and_ppo_learn_the_copy_task():
     done = subprocess.run(
-        [sys.executable, "-m", "rlhf.bench.copy"],
+        [sys.executable, "-m", "rlhf.bench.learn_copy"],
         cwd=ROOT,
         env=clean_environment(),
         capture_output=True,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rlhf.dist.layout import LayoutError, RolloutLayout, TrainLayout
 from rlhf.weights.families import check_rollout, check_train
-from rlhf.weights.model_shape import ModelShape, parse_model_shape
+from rlhf.weights.model_shape import ModelShape, MoEShape, parse_model_shape
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"]},
@@ -68,6 +68,24 @@ def make_shape(family: str = "llama", **settings: Any) -> ModelShape:
         "tie_word_embeddings": False,
     }
     return parse_model_shape({**raw, **MODELS[family], **settings})
+
+
+def make_experts(**changes: Any) -> MoEShape:
+    """Eight experts of which a token sees two, chosen as Qwen3-MoE does it."""
+    facts: dict[str, Any] = {
+        "num_experts": 8,
+        "num_experts_per_token": 2,
+        "ffn_size": 96,
+        "num_shared_experts": 0,
+        "first_dense": 0,
+        "scoring": "softmax",
+        "normalize_topk": True,
+        "scaling_factor": 1.0,
+        "num_groups": 1,
+        "topk_groups": 1,
+        "expert_bias": False,
+    }
+    return MoEShape(**{**facts, **changes})
 
 
 @st.composite

@@ -12,22 +12,11 @@ from rlhf.config.check import check_config
 from rlhf.config.faults import ConfigError
 from rlhf.config.load import load_text
 from rlhf.config.schema import Config
-from rlhf.weights.model_shape import MLAShape, MoEShape
+from rlhf.weights.model_shape import MLAShape
+from tests.helpers.shapes import make_experts
 from tests.unit.test_config_check import SMALL, check, shape
 
-QWEN = MoEShape(
-    num_experts=8,
-    num_experts_per_token=2,
-    ffn_size=96,
-    num_shared_experts=0,
-    first_dense=0,
-    scoring="softmax",
-    normalize_topk=True,
-    scaling_factor=1.0,
-    num_groups=1,
-    topk_groups=1,
-    expert_bias=False,
-)
+QWEN = make_experts()
 SIZES = {"family": "qwen3_moe", "num_heads": 8, "num_kv_heads": 4, "tied_embeddings": False}
 COEF = "train.moe.aux_loss_coef=0.01"
 

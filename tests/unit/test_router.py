@@ -10,26 +10,20 @@ import torch
 
 from rlhf.config.schema import ExpertsSection
 from rlhf.mcore.router import ExpertRouter, choose_experts, expert_scores, expert_weights
-from rlhf.weights.model_shape import MoEShape
+from tests.helpers.shapes import make_experts
 
 HIDDEN = 8
-# 5 of 4 groups' 2 best: megatron's group score would sum 5 // 2 = 2, with 3 experts 3 // 2 = 1
-GROUPED = MoEShape(
+# 3 experts of 2 groups: megatron's group score would sum 3 // 2 = 1 expert, ours and HF's sum 2
+GROUPED = make_experts(
     num_experts=16,
     num_experts_per_token=3,
-    ffn_size=8,
-    num_shared_experts=1,
-    first_dense=1,
     scoring="sigmoid",
-    normalize_topk=True,
     scaling_factor=2.5,
     num_groups=4,
     topk_groups=2,
     expert_bias=True,
 )
-PLAIN = replace(
-    GROUPED, scoring="softmax", scaling_factor=1.0, num_groups=1, topk_groups=1, expert_bias=False
-)
+PLAIN = make_experts(num_experts=16, num_experts_per_token=3)
 
 
 def _route(moe, logits, bias=None):
