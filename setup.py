@@ -1,6 +1,10 @@
 """Package metadata. Installs go through the Makefile: SGLang's CPU set needs ``--no-deps``."""
 
+from pathlib import Path
+from shutil import copyfile
+
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 CORE = [
     "numpy>=1.26",
@@ -13,11 +17,24 @@ CORE = [
     "psutil>=6",
 ]
 
+
+class BuildWithModels(build_py):
+    """The shapes of known models go into the package, where ``find_model`` looks for them."""
+
+    def run(self) -> None:
+        super().run()
+        target = Path(self.build_lib) / "rlhf" / "model_configs"
+        target.mkdir(parents=True, exist_ok=True)
+        for source in Path(__file__).parent.glob("configs/models/*.json"):
+            copyfile(source, target / source.name)
+
+
 setup(
     name="rlhf",
     version="0.1.0",
     description="RL post-training on one SPMD program: Megatron-core training, SGLang rollout",
     python_requires=">=3.11",
+    cmdclass={"build_py": BuildWithModels},
     packages=find_packages(include=["rlhf", "rlhf.*"]),
     install_requires=CORE,
     extras_require={

@@ -133,6 +133,15 @@ def load_model_shape(folder: str | Path) -> ModelShape:
             f"{folder}: no config.json there; give a Hugging Face model folder "
             "(config.json, *.safetensors, tokenizer.json)"
         )
+    return read_model_config(path)
+
+
+def read_model_config(path: Path) -> ModelShape:
+    """Read a ``config.json`` of any name.
+
+    Raises:
+        ValueError: as :func:`load_model_shape`; it begins with the path.
+    """
     try:
         return parse_model_shape(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:  # TypeError: null or a list in place of a number

@@ -1,0 +1,46 @@
+"""A model by what a person calls it: a folder, a ``config.json``, or a name that we know.
+
+Known models are ``configs/models/NAME.json``: beside the package in a checkout, inside it when it
+is installed (``setup.py`` puts them there).
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+from rlhf.weights.model_shape import ModelShape, load_model_shape, read_model_config
+
+_PACKAGE = Path(__file__).parents[1]
+_PLACES = (_PACKAGE / "model_configs", _PACKAGE.parent / "configs" / "models")
+
+
+def find_model(model: str) -> ModelShape:
+    """The shape of a model; weights need not be there.
+
+    Args:
+        model: a Hugging Face folder, a ``config.json``, or a known name.
+
+    Raises:
+        ValueError: nothing of that name, or not a model that we train.
+    """
+    path = Path(model)
+    if path.is_dir():
+        return load_model_shape(path)
+    if path.is_file():
+        return read_model_config(path)
+    known = known_models()
+    if model in known:
+        return read_model_config(known[model])
+    close = difflib.get_close_matches(model.lower(), known, n=1, cutoff=0.4)
+    hint = f"did you mean {close[0]}? " if close else ""
+    raise ValueError(
+        f"model {model!r} is no folder, no config.json and no known name; {hint}"
+        f"known names are {', '.join(known) or '(none: this installation has no model_configs)'}"
+    )
+
+
+def known_models() -> dict[str, Path]:
+    """Name -> file, by name."""
+    files = [file for place in _PLACES for file in sorted(place.glob("*.json"))]
+    return {file.stem: file for file in sorted(files, key=lambda file: file.stem)}
