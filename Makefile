@@ -8,13 +8,15 @@ MODEL   := models/SmolLM2-135M-Instruct
 PIP     := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST  := $(BIN)/python -m pytest
 ARGS    ?=
+# what `make bench` runs, each also as bench-NAME; the module is rlhf.bench.NAME, _ for -
+BENCHES := step logprob packing reshard-copy
 
 export OMP_WAIT_POLICY = PASSIVE
 export GOMP_SPINCOUNT = 0
 export HF_HUB_OFFLINE = 1
 
 .PHONY: install demo model test lint format test-unit test-dist test-e2e test-full \
-        bench bench-step bench-logprob bench-packing bench-peer bench-copy clean
+        bench $(BENCHES:%=bench-%) bench-peer bench-copy clean
 
 install: $(VENV)/installed-$(FLAVOUR)
 
@@ -65,10 +67,11 @@ test-e2e: install model
 test-full: install model
 	$(PYTEST) tests
 
-bench: bench-step bench-logprob bench-packing
+bench: install model
+	$(BIN)/python -m rlhf.bench.suite $(BENCHES) $(ARGS)
 
-bench-step bench-logprob bench-packing bench-peer: bench-%: install model
-	$(BIN)/python -m rlhf.bench.$* $(ARGS)
+$(BENCHES:%=bench-%) bench-peer: bench-%: install model
+	$(BIN)/python -m rlhf.bench.$(subst -,_,$*) $(ARGS)
 
 bench-copy: install
 	$(BIN)/python -m rlhf.bench.learn_copy $(ARGS)

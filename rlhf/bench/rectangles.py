@@ -1,0 +1,302 @@
+"""Rectangles as reshards have them, moved by the product's own code from one rank to another.
+
+Both ranks are in this process and take turns: the first packs one round into its staging area, the
+bytes are put into the other's incoming area, and that one writes them into its parameters. What the
+transport takes for the middle step is known, so the rest is packing and unpacking.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from rlhf.reshard.execute import Mover
+from rlhf.reshard.plan import Transfer
+from rlhf.reshard.polling import Poll
+from rlhf.reshard.schedule import Message, Placed, RankPlan, Round
+from rlhf.reshard.transport import Parcel
+from rlhf.reshard.windows import Window
+from rlhf.reshard.wire import align
+from rlhf.rollout import receiver
+from rlhf.weights.piece import Box
+
+DTYPE = torch.bfloat16
+PARTS = 4
+"""Cuts of every parameter on both sides."""
+LIMIT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Rectangles:
+    """What one rank holds, what the other is to hold, and the transfers between the two."""
+
+    name: str
+    sources: Mapping[str, Tensor]
+    targets: Mapping[str, Tensor]  # zero
+    transfers: tuple[Transfer, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(t.num_bytes for t in self.transfers)
+
+    def num_wrong(self) -> int:
+        """Elements of the targets that are not those of the sources."""
+        wrong = 0
+        for t in self.transfers:
+            wanted = self.sources[t.source_param][_slices(t.source_box)]
+            got = self.targets[t.param][_slices(t.box)]
+            wrong += int((got != wanted.reshape(got.shape)).sum())
+        return wrong
+
+
+def contiguous_rows(num_groups: int, width: int, device: torch.device) -> Rectangles:
+    """Quarters of [2 width, width] parameters, cut along rows: one run of memory each."""
+    rows = 2 * width // PARTS
+    boxes = [((i * rows, (i + 1) * rows), (0, width)) for i in range(PARTS)]
+    return _exchange("contiguous rows", num_groups, (2 * width, width), boxes, device)
+
+
+def column_slices(num_groups: int, width: int, device: torch.device) -> Rectangles:
+    """Quarters of [2 width, width] parameters, cut along columns: width / 4 elements a run."""
+    columns = width // PARTS
+    boxes = [((0, 2 * width), (i * columns, (i + 1) * columns)) for i in range(PARTS)]
+    return _exchange("column slices", num_groups, (2 * width, width), boxes, device)
+
+
+def expert_slots(num_groups: int, width: int, device: torch.device) -> Rectangles:
+    """Single experts [2 width, width] into the slots of a stack of them."""
+    shape, box = (2 * width, width), ((0, 2 * width), (0, width))
+    sources = {f"s{g}.{e}": _numbered(shape, device) for g in range(num_groups) for e in range(4)}
+    targets = {f"t{g}": _empty((PARTS, *shape), device) for g in range(num_groups)}
+    transfers = [
+        _transfer(f"s{g}.{e}", box, f"t{g}", ((e, e + 1), *box))
+        for g in range(num_groups)
+        for e in range(PARTS)
+    ]
+    return Rectangles("expert slots", sources, targets, tuple(transfers))
+
+
+FORMS: tuple[Callable[[int, int, torch.device], Rectangles], ...] = (
+    contiguous_rows,
+    column_slices,
+    expert_slots,
+)
+
+
+def _exchange(
+    name: str, num_groups: int, shape: tuple[int, int], boxes: list[Box], device: torch.device
+) -> Rectangles:
+    """Part j of target i comes from part i of source j: no part is a whole parameter."""
+    count = range(len(boxes))
+    names = [(g, i) for g in range(num_groups) for i in count]
+    return Rectangles(
+        name,
+        {f"s{g}.{i}": _numbered(shape, device) for g, i in names},
+        {f"t{g}.{i}": _empty(shape, device) for g, i in names},
+        tuple(
+            _transfer(f"s{g}.{j}", boxes[i], f"t{g}.{i}", boxes[j]) for g, i in names for j in count
+        ),
+    )
+
+
+def _numbered(shape: Sequence[int], device: torch.device) -> Tensor:
+    """Values that repeat after a prime number of elements."""
+    count = torch.Size(shape).numel()
+    return (torch.arange(count, device=device) % 251).to(DTYPE).view(tuple(shape))
+
+
+def _empty(shape: Sequence[int], device: torch.device) -> Tensor:
+    return torch.zeros(tuple(shape), dtype=DTYPE, device=device)
+
+
+def _transfer(source_param: str, source_box: Box, param: str, box: Box) -> Transfer:
+    return Transfer(
+        tensor=param,
+        source=0,
+        source_param=source_param,
+        source_box=source_box,
+        destination=1,
+        param=param,
+        box=box,
+        num_elements=torch.Size([stop - start for start, stop in box]).numel(),
+        itemsize=DTYPE.itemsize,
+        dtype=None,
+    )
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in box)
+
+
+def rank_plans(transfers: Sequence[Transfer]) -> tuple[RankPlan, RankPlan]:
+    """Rank 0 sends all of it to rank 1 in one round."""
+    parts, at = [], 0
+    for transfer in transfers:
+        parts.append(Placed(transfer, at, transfer.num_bytes))
+        at += align(transfer.num_bytes)
+    sent = Round((), (Message(1, 0, at, tuple(parts)),), ())
+    received = Round((Message(0, 0, at, tuple(parts)),), (), ())
+    size = DTYPE.itemsize
+    return RankPlan(0, size, (sent,), 0, at), RankPlan(1, size, (received,), at, 0)
+
+
+class Loopback:
+    """A transport between two movers of one thread; the sender goes first."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.seconds = 0.0
+        """Spent on the wire so far; what the device had still to do before is not counted."""
+        self._sent: list[Tensor] = []
+
+    def start(self, outgoing: Sequence[Parcel], incoming: Sequence[Parcel]) -> None:
+        synchronize(self.device)
+        begun = time.perf_counter()
+        self._sent += [buffer for buffer, _ in outgoing]
+        for buffer, _ in incoming:
+            buffer.copy_(self._sent.pop(0))
+        synchronize(self.device)
+        self.seconds += time.perf_counter() - begun
+
+    def wait(self, limit_s: float, poll: Poll) -> None:
+        pass
+
+    def close(self) -> None:
+        self._sent.clear()
+
+
+def synchronize(device: torch.device) -> None:
+    """Return when the device has done what it was told."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class Movement:
+    """Two movers over the rectangles; behind the second an engine's receiver, or tensors."""
+
+    def __init__(self, what: Rectangles, device: torch.device, *, with_receiver: bool) -> None:
+        """``with_receiver``: the second one's target is a window; its receiver is in a thread of
+        this process, so the window must be in host memory."""
+        self._device = device
+        self._wire = Loopback(device)
+        sent, received = rank_plans(what.transfers)
+        self._sender = Mover(sent, what.sources, self._wire, {}, dtype=DTYPE, limit_s=LIMIT_S)
+        self._model = _engine(what.targets) if with_receiver else None
+        self._receiving = Mover(
+            received,
+            {},
+            self._wire,
+            Window(received.incoming_area_bytes, device) if with_receiver else what.targets,
+            dtype=DTYPE,
+            limit_s=LIMIT_S,
+        )
+        if with_receiver:
+            self._load(self._receiving.open_message())
+            self._receiving.window.wait_opened(LIMIT_S, _no_poll)
+
+    def run(self) -> tuple[float, float]:
+        """Move everything once; seconds of pack and of unpack, without those of the wire."""
+        return self._timed(self._pack), self._timed(self._unpack)
+
+    def close(self) -> None:
+        """Give the window away."""
+        if self._model is not None:
+            self._receiving.window.close()
+
+    def _pack(self) -> None:
+        self._sender.run(_no_poll)
+
+    def _unpack(self) -> None:
+        if self._model is None:
+            self._receiving.run(_no_poll)
+            return
+        message = self._receiving.update_message()
+        loader = threading.Thread(target=self._load, args=(message,))
+        loader.start()
+        self._receiving.run(_no_poll)
+        loader.join()
+
+    def _timed(self, work: Callable[[], None]) -> float:
+        synchronize(self._device)
+        begun, on_wire = time.perf_counter(), self._wire.seconds
+        work()
+        synchronize(self._device)
+        return time.perf_counter() - begun - (self._wire.seconds - on_wire)
+
+    def _load(self, message: Mapping[str, object]) -> None:
+        assert self._model is not None
+        receiver.load(self._model, [(json.dumps(message), torch.empty(0))])
+
+
+def _engine(tensors: Mapping[str, Tensor]) -> nn.Module:
+    """A module whose parameters are the tensors; a dot in a name is a module in a module."""
+    root = nn.Module()
+    for name, tensor in tensors.items():
+        *path, leaf = name.split(".")
+        module = root
+        for part in path:
+            if part not in module._modules:
+                module.add_module(part, nn.Module())
+            module = module.get_submodule(part)
+        module.register_parameter(leaf, nn.Parameter(tensor, requires_grad=False))
+    return root
+
+
+def _no_poll() -> None:
+    """Both ends are in this process."""
+
+
+class PlainCopies:
+    """As many bytes through a buffer of the same size: two contiguous copies."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self._device = device
+        self._from, self._by, self._to = (
+            torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(3)
+        )
+
+    def run(self) -> tuple[float, float]:
+        """Seconds of either copy."""
+        return self._timed(self._by, self._from), self._timed(self._to, self._by)
+
+    def _timed(self, target: Tensor, source: Tensor) -> float:
+        synchronize(self._device)
+        begun = time.perf_counter()
+        target.copy_(source)
+        synchronize(self._device)
+        return time.perf_counter() - begun
+
+
+def copy_ratio(
+    what: Rectangles, device: torch.device, repetitions: int, *, with_receiver: bool
+) -> dict[str, float]:
+    """Speed of pack and unpack over that of two plain copies; each is the best of its kind.
+
+    The two forms take turns, after one of each that is not counted.
+
+    Raises:
+        RuntimeError: not all elements arrived.
+    """
+    movement = Movement(what, device, with_receiver=with_receiver)
+    plain = PlainCopies(what.num_bytes, device)
+    runs = [(*movement.run(), *plain.run()) for _ in range(repetitions + 1)]
+    movement.close()
+    wrong = what.num_wrong()
+    if wrong:
+        raise RuntimeError(f"{what.name}: {wrong} elements are not those that were sent")
+    pack_s, unpack_s, *plain_s = (min(column) for column in zip(*runs[1:], strict=True))
+    gigabytes = what.num_bytes / 1e9
+    return {
+        "bytes": what.num_bytes,
+        "transfers": len(what.transfers),
+        "pack_gb_per_s": gigabytes / pack_s,
+        "unpack_gb_per_s": gigabytes / unpack_s,
+        "plain_gb_per_s": 2 * gigabytes / sum(plain_s),
+        "ratio": sum(plain_s) / (pack_s + unpack_s),
+    }
