@@ -30,9 +30,7 @@ class Scratch:
         parent = parent or Path(tempfile.gettempdir())
         for old in parent.glob(f"{PREFIX}*"):
             _remove_if_dead(old)
-        self.folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
-        self._lock = os.open(self.folder, os.O_RDONLY | os.O_CLOEXEC)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self.folder, self._lock = _make_locked(parent)
         self._undo: list[Callable[[], object]] = []
 
     def lend(self, environ: MutableMapping[str, str]) -> None:
@@ -79,6 +77,23 @@ def note_process() -> None:
     """What this process leaves in /dev/shm under its number goes with the folder."""
     if lent_name():
         Path(os.environ["TMPDIR"], f"process-{os.getpid()}").touch()
+
+
+def _make_locked(parent: Path) -> tuple[Path, int]:
+    """A new folder and the descriptor of its lock.
+
+    Until it is locked, another run that starts takes it for a dead one's and removes it.
+    """
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+        try:
+            lock = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if folder.exists():
+            return folder, lock
+        os.close(lock)
 
 
 def _remove_if_dead(folder: Path) -> None:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 from rlhf.dist.scratch import Scratch
 
@@ -28,3 +29,16 @@ def test_a_dead_run_is_cleaned_up_after_and_a_living_one_is_not(tmp_path):
         assert not left.exists()
         Scratch(tmp_path).close()
         assert os.listdir(tmp_path) == [living.folder.name]
+
+
+def test_runs_that_start_at_once_leave_one_another_alone(tmp_path):
+    """Each sweeps away what dead ones left while the others make their folders."""
+
+    def live(number):
+        with Scratch(tmp_path) as scratch:
+            (scratch.folder / "file").touch()
+            return (scratch.folder / "file").exists()
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(live, range(400)))
+    assert list(tmp_path.iterdir()) == []
