@@ -1,7 +1,7 @@
 """Checkpoints of a run: complete or absent, never half; which to resume, which to delete.
 
 run_dir/checkpoints/step_00000020/    model, optimizer, RNG (Megatron's distributed format)
-                                 .../run.json   steps done and the configuration; written last
+                                 .../run.json   steps done, configuration, models; written last
 run_dir/checkpoints/.writing-00000030/   a save in progress, or what a killed one left
 """
 
@@ -19,36 +19,17 @@ from typing import Any, Protocol
 from rlhf.config.changes import changed_keys
 from rlhf.dist.gate import PhaseGate
 from rlhf.dist.groups import PhaseGroup
+from rlhf.saved import COMPLETE, checkpoint_path, complete_steps, read_record, select_resume
 from rlhf.types import Phase
 
 logger = logging.getLogger(__name__)
 
-COMPLETE = "run.json"
 SPACE_MARGIN = 1.05
-
-
-def select_resume(steps_complete: Sequence[int]) -> int | None:
-    """The newest complete checkpoint, by number; no pointer file can be wrong about it."""
-    return max(steps_complete, default=None)
 
 
 def select_delete(steps_complete: Sequence[int], keep: int) -> list[int]:
     """Steps to delete, oldest first, once a new checkpoint is among ``steps_complete``."""
     return sorted(steps_complete)[: max(0, len(steps_complete) - keep)]
-
-
-def complete_steps(folder: Path) -> list[int]:
-    """Steps of the complete checkpoints in ``run_dir/checkpoints``, ascending."""
-    return sorted(
-        int(d.name.removeprefix("step_"))
-        for d in folder.glob("step_*")
-        if (d / COMPLETE).is_file() and d.name.removeprefix("step_").isdigit()
-    )
-
-
-def checkpoint_path(folder: Path, step: int) -> Path:
-    """Where the checkpoint of ``step`` is in ``run_dir/checkpoints``."""
-    return folder / f"step_{step:08d}"
 
 
 def size_text(num_bytes: float) -> str:
@@ -92,16 +73,23 @@ class Checkpoints:
         group: PhaseGroup,
         gate: PhaseGate,
         config: dict[str, Any],
+        models: dict[str, Any],
         on_saved: Callable[[int], None],
         free_bytes: Callable[[Path], int] | None = None,
     ) -> None:
-        """``on_saved``: called with the steps done after each save, on every rank."""
+        """
+        Args:
+            config: of this run; what differs from that of a checkpoint is said.
+            models: facts of the trained models, see :func:`rlhf.saved.trained_models`.
+            on_saved: called with the steps done after each save, on every rank.
+        """
         self.folder = folder
         self._state = state
         self._policy = policy
         self._group = group
         self._gate = gate
         self._config = config
+        self._models = models
         self._on_saved = on_saved
         self._free_bytes = free_bytes or (lambda path: shutil.disk_usage(path).free)
         self.steps_done = 0
@@ -131,7 +119,7 @@ class Checkpoints:
 
     def _remark_changes(self, step: int) -> None:
         """Say which settings differ from those that the checkpoint was saved under."""
-        record = json.loads((self.path(step) / COMPLETE).read_text(encoding="utf-8"))
+        record = read_record(self.path(step))
         changed = changed_keys(record.get("config", self._config), self._config)
         if changed:
             logger.warning(
@@ -229,7 +217,11 @@ class Checkpoints:
         )
 
     def _finish(self, writing: Path) -> None:
-        record = {"steps_done": self.steps_done, "config": self._config}
+        record = {
+            "steps_done": self.steps_done,
+            "config": self._config,
+            "models": self._models,
+        }
         with (writing / COMPLETE).open("w", encoding="utf-8") as f:
             json.dump(record, f, indent=1)
             f.flush()

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rlhf.checkpoint import COMPLETE, checkpoint_path, complete_steps, select_resume
 from rlhf.config.schema import ModelSection, TrainSection
 from rlhf.dist.layout import TrainLayout
+from rlhf.saved import COMPLETE, checkpoint_path, complete_steps, read_record, select_resume
 from rlhf.weights.model_shape import load_model_shape
 from rlhf.weights.whole_folder import whole_folder
 
@@ -71,7 +71,7 @@ def _to_hf(source: Path, target: Path) -> Path:
     from rlhf.reshard.export import Exporter
     from rlhf.reshard.transport import LocalHub
 
-    record = json.loads((source / COMPLETE).read_text(encoding="utf-8"))
+    record = read_record(source)
     settings = record.get("config", {}).get("model", {})
     folder = Path(record.get(MODEL_SOURCE) or settings["path"])
     dtype = record.get("dtype") or settings["dtype"]

@@ -38,6 +38,7 @@ from rlhf.rollout.collect import Collector, Sampling
 from rlhf.rollout.resharder import Resharder
 from rlhf.rollout.residency import EngineResidency
 from rlhf.run import Run
+from rlhf.saved import trained_models
 from rlhf.state import TrainState
 from rlhf.types import Phase, Prompt
 from rlhf.weights.families import rollout_padding_params, rollout_pieces, train_pieces
@@ -217,6 +218,7 @@ def _checkpoints(
         group=ground.group,
         gate=ground.gate,
         config=config.model_dump(mode="json"),
+        models=trained_models(config, ground.plan.shape),
         on_saved=lambda steps_done: recorder.log_phase(steps_done, Phase.SAVE),
     )
 

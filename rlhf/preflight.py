@@ -12,6 +12,7 @@ from rlhf.config.check_experts import expert_faults
 from rlhf.config.faults import ConfigError
 from rlhf.config.schema import Config
 from rlhf.dist.layout import LayoutError, TrainLayout
+from rlhf.saved import check_same_models
 from rlhf.weights.families import check_train, full_shapes
 from rlhf.weights.hf_checkpoint import check_index
 from rlhf.weights.model_shape import ModelShape, load_model_shape
@@ -31,6 +32,7 @@ def check(config: Config, world: int, source: str) -> ModelShape:
     check_config(config, shape, world, source)
     check_index(config.model.path, full_shapes(shape))
     check_value_models(config, shape, train_layout(config.train, world), source)
+    check_same_models(config, shape, source)
     return shape
 
 

@@ -3,9 +3,10 @@
 import tempfile
 from pathlib import Path
 
-from rlhf.checkpoint import COMPLETE, complete_steps, select_delete, select_resume
+from rlhf.checkpoint import select_delete
 from rlhf.dist.stop import consensus
 from rlhf.packing import Budget, SequenceCost, schedule_microbatches
+from rlhf.saved import COMPLETE, complete_steps, select_resume
 from tests.cases.case import Case, Op
 
 

@@ -5,11 +5,12 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf.checkpoint import Checkpoints, Policy, complete_steps
+from rlhf.checkpoint import Checkpoints, Policy
 from rlhf.dist.gate import PhaseGate
 from rlhf.dist.groups import PhaseGroup
 from rlhf.dist.stop import Stopper
 from rlhf.dist.world import World
+from rlhf.saved import complete_steps
 from tests.helpers.spawn import run_ranks
 
 
@@ -42,6 +43,7 @@ def make(rank, world, folder, state, free=None, config=None, saved=None):
         group=group,
         gate=PhaseGate(group, Stopper(rank, 60)),
         config=config or {"seed": 1, "num_steps": 9},
+        models={},
         on_saved=saved.append if saved is not None else lambda steps_done: None,
         free_bytes=free,
     )

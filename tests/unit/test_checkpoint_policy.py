@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from rlhf.checkpoint import complete_steps, select_delete, select_resume, size_text
+from rlhf.checkpoint import select_delete, size_text
+from rlhf.saved import complete_steps, select_resume
 
 
 def _make(folder, step, complete=True):

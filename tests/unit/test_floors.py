@@ -26,6 +26,7 @@ FLOORS = [
         "envs",
         "data",
         "batching",
+        "saved",
         "reshard.plan",
         "reshard.schedule",
         "reshard.wire",
