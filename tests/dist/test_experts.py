@@ -50,11 +50,17 @@ def _run(rank, world, folders):
     install()
     parallel.initialize(TrainLayout(1), timeout_s=60, seed=1)
     settings = OptimizerSection(lr=1e-3)
-    out = {}
+    rows = sequences(512)
+    loss = Loss(sum(int(r["mask"].sum()) for r in rows))
+    apart, joined = micro_batches(rows, len(rows), 1), micro_batches(rows, 3, 1)
+    # before anything else: a pass inside the schedule would hide what one outside leaves behind
+    aux = folders["deepseek_v3"], Case("aux", {"moe": AUX})
+    _, _, model = build(rank, world, *aux)
+    _pass_outside_the_schedule(model, apart[0])
+    out = {"outside": [s.grad_norm for s in _updates(model, settings, joined, loss, 2)]}
+    _, _, model = build(rank, world, *aux)
+    out["inside"] = [s.grad_norm for s in _updates(model, settings, joined, loss, 2)]
     for family, folder in folders.items():
-        rows = sequences(512)
-        loss = Loss(sum(int(r["mask"].sum()) for r in rows))
-        apart = micro_batches(rows, len(rows), 1)
         _, _, model = build(rank, world, folder, Case("plain"))
         out[family, "routes"] = _routes(model, apart)
     folder = folders["deepseek_v3"]
@@ -66,17 +72,9 @@ def _run(rank, world, folders):
         _, _, model = build(rank, world, folder, case)
         biases = [t for n, t in model.params.items() if n.endswith("expert_bias")]
         before = [t.numpy().copy() for t in biases]
-        (stats,) = _updates(model, settings, micro_batches(rows, 3, 1), loss, 1)
+        (stats,) = _updates(model, settings, joined, loss, 1)
         after = [t.numpy().copy() for t in biases]
         out[name] = list(zip(before, after, strict=True)), stats.expert_loads.numpy()
-    _, _, model = build(rank, world, folder, Case("aux", {"moe": AUX}))
-    _pass_outside_the_schedule(model, apart[0])
-    stats = _updates(model, settings, micro_batches(rows, 3, 1), loss, 2)
-    out["outside"] = [s.grad_norm for s in stats]
-    _, _, model = build(rank, world, folder, Case("aux", {"moe": AUX}))
-    out["inside"] = [
-        s.grad_norm for s in _updates(model, settings, micro_batches(rows, 3, 1), loss, 2)
-    ]
     return out
 
 
