@@ -12,7 +12,8 @@ from dataclasses import dataclass
 Box = tuple[tuple[int, int], ...]
 """Half-open range per dim."""
 FLOAT32 = "float32"
-ITEMSIZES = {FLOAT32: 4}
+FLOAT8 = "float8_e4m3fn"
+ITEMSIZES = {FLOAT32: 4, FLOAT8: 1}
 """Bytes per element of the dtypes that a parameter may have for itself."""
 
 
@@ -20,7 +21,8 @@ ITEMSIZES = {FLOAT32: 4}
 class Piece:
     """``tensor[region]`` (HF name, HF coordinates) is stored in ``param[local]`` of one rank.
 
-    The two boxes have the same size in every dim that is not of size one.
+    The two boxes have the same size in every dim that is not of size one. Only for block scales
+    that follow from a weight is ``local`` that of the weight (``block_scales.scale_piece``).
     """
 
     tensor: str
@@ -28,7 +30,7 @@ class Piece:
     param: str
     local: Box
     dtype: str | None = None
-    """Of the parameter, where it has its own (``float32``); None: the model's."""
+    """Of the parameter, where it has its own (a key of ``ITEMSIZES``); None: the model's."""
 
 
 def box_size(box: Box) -> int:
