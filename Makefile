@@ -16,7 +16,7 @@ export GOMP_SPINCOUNT = 0
 export HF_HUB_OFFLINE = 1
 
 .PHONY: install demo model test lint format test-unit test-dist test-e2e test-full \
-        bench $(BENCHES:%=bench-%) bench-peer bench-copy clean
+        bench $(BENCHES:%=bench-%) bench-peer bench-copy gpu-check clean
 
 install: $(VENV)/installed-$(FLAVOUR)
 
@@ -75,6 +75,10 @@ $(BENCHES:%=bench-%) bench-peer: bench-%: install model
 
 bench-copy: install
 	$(BIN)/python -m rlhf.bench.learn_copy $(ARGS)
+
+# needs a CUDA device; ARGS=--tier=2 also starts an engine
+gpu-check: install
+	$(BIN)/python -m rlhf.bench.gpu_check $(ARGS)
 
 clean:
 	rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

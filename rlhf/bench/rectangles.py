@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -177,28 +178,52 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+class EngineEnd(Protocol):
+    """Where a receiver and its model are: in a thread, or in another process."""
+
+    def begin(self, message: Mapping[str, Any]) -> None:
+        """Start a loader call."""
+        ...
+
+    def end(self) -> None:
+        """Wait until it has returned."""
+        ...
+
+
+class ThreadEngine:
+    """The receiver in a thread of this process; its model's parameters are the given tensors."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._model = module_of(tensors)
+        self._call = threading.Thread()
+
+    def begin(self, message: Mapping[str, Any]) -> None:
+        named = [(json.dumps(message), torch.empty(0))]
+        self._call = threading.Thread(target=receiver.load, args=(self._model, named))
+        self._call.start()
+
+    def end(self) -> None:
+        self._call.join()
+
+
 class Movement:
     """Two movers over the rectangles; behind the second an engine's receiver, or tensors."""
 
-    def __init__(self, what: Rectangles, device: torch.device, *, with_receiver: bool) -> None:
-        """``with_receiver``: the second one's target is a window; its receiver is in a thread of
-        this process, so the window must be in host memory."""
+    def __init__(
+        self, what: Rectangles, device: torch.device, engine: EngineEnd | None = None
+    ) -> None:
+        """``engine``: whose parameters are filled; None: the targets, without a receiver."""
         self._device = device
+        self._engine = engine
         self._wire = Loopback(device)
         sent, received = rank_plans(what.transfers)
         self._sender = Mover(sent, what.sources, self._wire, {}, dtype=DTYPE, limit_s=LIMIT_S)
-        self._model = _engine(what.targets) if with_receiver else None
-        self._receiving = Mover(
-            received,
-            {},
-            self._wire,
-            Window(received.incoming_area_bytes, device) if with_receiver else what.targets,
-            dtype=DTYPE,
-            limit_s=LIMIT_S,
-        )
-        if with_receiver:
-            self._load(self._receiving.open_message())
+        target = what.targets if engine is None else Window(received.incoming_area_bytes, device)
+        self._receiving = Mover(received, {}, self._wire, target, dtype=DTYPE, limit_s=LIMIT_S)
+        if engine is not None:
+            engine.begin(self._receiving.open_message())
             self._receiving.window.wait_opened(LIMIT_S, _no_poll)
+            engine.end()
 
     def run(self) -> tuple[float, float]:
         """Move everything once; seconds of pack and of unpack, without those of the wire."""
@@ -206,21 +231,19 @@ class Movement:
 
     def close(self) -> None:
         """Give the window away."""
-        if self._model is not None:
+        if self._engine is not None:
             self._receiving.window.close()
 
     def _pack(self) -> None:
         self._sender.run(_no_poll)
 
     def _unpack(self) -> None:
-        if self._model is None:
+        if self._engine is None:
             self._receiving.run(_no_poll)
             return
-        message = self._receiving.update_message()
-        loader = threading.Thread(target=self._load, args=(message,))
-        loader.start()
+        self._engine.begin(self._receiving.update_message())
         self._receiving.run(_no_poll)
-        loader.join()
+        self._engine.end()
 
     def _timed(self, work: Callable[[], None]) -> float:
         synchronize(self._device)
@@ -229,12 +252,8 @@ class Movement:
         synchronize(self._device)
         return time.perf_counter() - begun - (self._wire.seconds - on_wire)
 
-    def _load(self, message: Mapping[str, object]) -> None:
-        assert self._model is not None
-        receiver.load(self._model, [(json.dumps(message), torch.empty(0))])
 
-
-def _engine(tensors: Mapping[str, Tensor]) -> nn.Module:
+def module_of(tensors: Mapping[str, Tensor]) -> nn.Module:
     """A module whose parameters are the tensors; a dot in a name is a module in a module."""
     root = nn.Module()
     for name, tensor in tensors.items():
@@ -249,7 +268,7 @@ def _engine(tensors: Mapping[str, Tensor]) -> nn.Module:
 
 
 def _no_poll() -> None:
-    """Both ends are in this process."""
+    """Nothing to look after while waiting."""
 
 
 class PlainCopies:
@@ -274,7 +293,7 @@ class PlainCopies:
 
 
 def copy_ratio(
-    what: Rectangles, device: torch.device, repetitions: int, *, with_receiver: bool
+    what: Rectangles, device: torch.device, repetitions: int, engine: EngineEnd | None = None
 ) -> dict[str, float]:
     """Speed of pack and unpack over that of two plain copies; each is the best of its kind.
 
@@ -283,7 +302,7 @@ def copy_ratio(
     Raises:
         RuntimeError: not all elements arrived.
     """
-    movement = Movement(what, device, with_receiver=with_receiver)
+    movement = Movement(what, device, engine)
     plain = PlainCopies(what.num_bytes, device)
     runs = [(*movement.run(), *plain.run()) for _ in range(repetitions + 1)]
     movement.close()

@@ -12,7 +12,7 @@ import sys
 
 import torch
 
-from rlhf.bench.rectangles import FORMS, copy_ratio
+from rlhf.bench.rectangles import FORMS, ThreadEngine, copy_ratio
 from rlhf.bench.result import Gate, finish
 
 LEAST = {"contiguous rows": 0.7, "column slices": 0.4}
@@ -22,14 +22,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--groups", type=int, default=4, help="of four parameters each")
     parser.add_argument("--width", type=int, default=2048, help="columns of a parameter")
-    parser.add_argument("--repetitions", type=int, default=15)
+    parser.add_argument("--repetitions", type=int, default=21)
     args = parser.parse_args()
     torch.set_num_threads(1)
     cpu = torch.device("cpu")
     results = {}
     for form in FORMS:
         what = form(args.groups, args.width, cpu)
-        results[what.name] = copy_ratio(what, cpu, args.repetitions, with_receiver=True)
+        results[what.name] = copy_ratio(what, cpu, args.repetitions, ThreadEngine(what.targets))
     return finish(
         "reshard-copy",
         {"repetitions": args.repetitions, **results},

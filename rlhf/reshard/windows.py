@@ -8,7 +8,7 @@ import mmap
 import os
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -38,17 +38,28 @@ def plain_segments() -> Iterator[None]:
     (github.com/pytorch/pytorch/issues/165685). While they are off, the allocator serves no request
     from the expandable ones that it has; nothing is to be allocated at the same time elsewhere.
     """
-    before = torch._C._accelerator_getAllocatorSettings()
+    before = allocator_settings(torch._C)
     if EXPANDABLE not in before:
         yield
         return
     # the other settings are named again: none may fall back to its default
     plain = before.replace(EXPANDABLE, "expandable_segments:False")
-    torch._C._accelerator_setAllocatorSettings(plain)
+    # versions of torch differ in the name
+    change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    change = change or torch.cuda.memory._set_allocator_settings
+    change(plain)
     try:
         yield
     finally:
-        torch._C._accelerator_setAllocatorSettings(before)
+        change(before)
+
+
+def allocator_settings(library: Any, environ: Mapping[str, str] = os.environ) -> str:
+    """Those in force; where ``library`` (``torch._C``) cannot say, those of the environment."""
+    read = getattr(library, "_accelerator_getAllocatorSettings", None)
+    if read is not None:
+        return str(read())
+    return environ.get("PYTORCH_ALLOC_CONF") or environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
 
 
 class Window:

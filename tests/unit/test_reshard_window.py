@@ -14,7 +14,7 @@ from rlhf.reshard.execute import Mover
 from rlhf.reshard.plan import Topology, plan
 from rlhf.reshard.schedule import rank_plan
 from rlhf.reshard.transport import LocalHub
-from rlhf.reshard.windows import ReceiverError, Window, plain_segments
+from rlhf.reshard.windows import ReceiverError, Window, allocator_settings, plain_segments
 from rlhf.reshard.wire import Word
 from rlhf.rollout import receiver
 from rlhf.weights.families import (
@@ -383,3 +383,13 @@ def test_a_window_on_a_device_is_not_in_an_expandable_segment(setting):
         assert read() == setting
     finally:
         write(before)
+
+
+def test_an_older_torch_has_the_allocator_settings_of_the_environment():
+    assert allocator_settings(torch._C, {}) == torch._C._accelerator_getAllocatorSettings()
+    older = object()
+    assert allocator_settings(older, {}) == ""
+    environ = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    assert allocator_settings(older, environ) == "expandable_segments:True"
+    newer = {**environ, "PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}
+    assert allocator_settings(older, newer) == "max_split_size_mb:64"
