@@ -80,11 +80,11 @@ def assert_equals_transformers(folder: Path, outcome: Outcome) -> None:
         loss.backward()
         total += loss.item()
     assert abs(outcome.losses[0] - total) <= TOLERANCE
-    wanted = {n: g for name, p in model.named_parameters() for n, g in _apart(name, p.grad.numpy())}
+    wanted = {n: g for name, p in model.named_parameters() for n, g in apart(name, p.grad.numpy())}
     _assert_tensors_equal(whole_gradients(shape, TrainLayout(1), [outcome]), wanted)
 
 
-def _apart(name: str, tensor: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+def apart(name: str, tensor: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
     """In a checkpoint each expert has its tensors; transformers holds those of a layer as one."""
     prefix, _, kind = name.rpartition(".")
     if not prefix.endswith("mlp.experts"):
