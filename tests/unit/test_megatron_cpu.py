@@ -42,6 +42,18 @@ forked = [draw(), draw()]
 out["fork_keeps_outside"] = torch.rand(1).item() == outside
 out["fork_moves_on"] = forked[0] != forked[1]
 out["type"] = torch.ones(1).type()
+built = []
+torch.compile(lambda x: x + 1, backend=lambda graph, inputs: built.append(graph) or graph)(
+    torch.ones(1)
+)
+out["compiled"] = len(built)
+import sys
+sys.modules["psutil"] = None
+try:
+    import rlhf.mcore.checkpoint
+    out["without_psutil"] = ""
+except ImportError as error:
+    out["without_psutil"] = str(error)
 print(json.dumps(out))
 """
 
@@ -81,6 +93,15 @@ def test_forked_random_states_leave_the_outer_one_alone(probes):
 
 def test_type_names_are_changed_inside_megatrons_optimizers_only(probes):
     assert probes["type"] == "torch.FloatTensor"
+
+
+def test_nothing_is_compiled(probes):
+    assert probes["compiled"] == 0
+
+
+def test_a_missing_psutil_is_seen_at_once(probes):
+    """Megatron's writer would fail where nobody looks, and the save wait for ever."""
+    assert "psutil" in probes["without_psutil"]
 
 
 @pytest.mark.parametrize(
