@@ -26,19 +26,27 @@ MOST_RANKS = 128
 """Of more ranks than this the matrix is drawn by nodes."""
 
 
-def draw_moves(moves: Moves, nodes: Sequence[int], path: Path, title: str) -> None:
-    """Write the picture (PNG, or SVG by the name's end).
-
-    Raises:
-        ValueError: the name's end is no kind of picture.
+def check_picture(path: Path) -> None:
     """
+    Raises:
+        ValueError: the name's end is no kind of picture, or its folder is not there.
+    """
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix.lstrip(".") not in kinds:
+        raise ValueError(f"--picture {path}: must end in one of {', '.join(sorted(kinds))}")
+    if not path.parent.is_dir():
+        raise ValueError(f"--picture {path}: there is no folder {path.parent}")
+
+
+def draw_moves(moves: Moves, nodes: Sequence[int], path: Path, title: str) -> None:
+    """Write the picture (PNG, or SVG by the name's end)."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 6.2), layout="constrained")
-    kinds = FigureCanvasAgg(figure).get_supported_filetypes()
-    if path.suffix.lstrip(".") not in kinds:
-        raise ValueError(f"--picture {path}: must end in one of {', '.join(sorted(kinds))}")
+    FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=12, x=0.01, ha="left", weight="bold")
     left, right = figure.subplots(1, 2, width_ratios=[1.15, 1])
     links = links_of(moves, nodes)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rlhf.dist.layout import RolloutLayout, TrainLayout
 from rlhf.reshard.explain import MESSAGE_S, Link, Moves, Speeds, Weights, explain, links_of
-from rlhf.reshard.explain_picture import draw_moves, sent_matrix
+from rlhf.reshard.explain_picture import check_picture, draw_moves, sent_matrix
 from rlhf.reshard.explain_text import explanation_text, rollout_words, train_words
 from rlhf.reshard.plan import Topology, plan
 from rlhf.reshard.schedule import rank_plans
@@ -168,9 +168,12 @@ def test_the_picture_shows_each_byte_once():
     assert by_node.tolist() == [[10 * G, 4 * G], [0, 0]]
 
 
-def test_a_picture_of_no_kind_is_refused(tmp_path):
+def test_a_picture_that_cannot_be_written_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"--picture .*moves\.txt: must end in one of .*png"):
-        draw_moves(BY_HAND, NODES, tmp_path / "moves.txt", "title")
+        check_picture(tmp_path / "moves.txt")
+    with pytest.raises(ValueError, match=r"there is no folder .*nowhere"):
+        check_picture(tmp_path / "nowhere" / "moves.png")
+    check_picture(tmp_path / "moves.svg")
 
 
 @pytest.mark.parametrize("name", ["nic_gbs", "nvlink_gbs"])
