@@ -21,6 +21,10 @@ NEEDS = {
     "length_of_padding": "NotImplementedError",
     "latent_prefill": "handle_attention_triton",
     "host_buffers": "not compiled with CUDA",
+    "image_transforms": "No module named 'torchvision'",
+    "deterministic_attention": "is refused in deterministic mode",
+    "deterministic_prefix_cache": "shares no prefixes",
+    "deterministic_operators": "No supported accelerator",
 }
 
 

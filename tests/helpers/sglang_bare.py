@@ -5,6 +5,7 @@ Prints one JSON line: name of the need -> how SGLang fails, or "" if it does not
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 import sys
@@ -90,6 +91,42 @@ def host_buffers() -> None:
     allocate((2, 2), torch.int32, "cpu", pin_memory=True, allocator=HostTensorAllocator())
 
 
+def image_transforms() -> None:
+    """SGLang imports them for a text model too."""
+    from sglang.srt.multimodal import internvl_utils
+
+    placeholder = {n: m for n, m in sys.modules.items() if n.split(".")[0] == "torchvision"}
+    for name in placeholder:
+        del sys.modules[name]
+    try:
+        importlib.reload(internvl_utils)
+    finally:
+        sys.modules.update(placeholder)
+
+
+def deterministic_attention() -> None:
+    from sglang.srt.arg_groups import choices
+
+    if "torch_native" not in choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES:
+        raise ValueError("torch_native is refused in deterministic mode")
+
+
+def deterministic_prefix_cache() -> None:
+    from sglang.srt.arg_groups import choices
+
+    if "torch_native" not in choices.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND:
+        raise ValueError("torch_native shares no prefixes in deterministic mode")
+
+
+def deterministic_operators() -> None:
+    """Last: it leaves torch's own operators replaced."""
+    import torch
+    from sglang.srt.batch_invariant_ops import enable_batch_invariant_mode
+
+    enable_batch_invariant_mode()
+    torch.mm(torch.ones(2, 2), torch.ones(2, 2))
+
+
 NEEDS: tuple[Callable[[], None], ...] = (
     seeded_sampling,
     experts_of_other_ranks,
@@ -100,6 +137,10 @@ NEEDS: tuple[Callable[[], None], ...] = (
     length_of_padding,
     latent_prefill,
     host_buffers,
+    image_transforms,
+    deterministic_attention,
+    deterministic_prefix_cache,
+    deterministic_operators,
 )
 
 
