@@ -55,7 +55,7 @@ def plain_segments() -> Iterator[None]:
 
 
 def allocator_settings(library: Any, environ: Mapping[str, str] = os.environ) -> str:
-    """Those in force; where ``library`` (``torch._C``) cannot say, those of the environment."""
+    """Those in force; where ``library`` (torch._C of 2.11) cannot say, the environment's."""
     read = getattr(library, "_accelerator_getAllocatorSettings", None)
     if read is not None:
         return str(read())

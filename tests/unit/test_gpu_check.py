@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from rlhf.bench import gpu_check
-from rlhf.bench.gpu.check import SMALL, CheckFailed, require
+from rlhf.bench.gpu.check import SMALL, CheckFailed
+from rlhf.bench.gpu.engine import require_freed
 from rlhf.bench.gpu.group import send_to_itself
-from rlhf.bench.gpu.window import ProcessEngine
+from rlhf.bench.gpu.tensors import require_released
+from rlhf.bench.gpu.window import ProcessEngine, require_no_leak
 from rlhf.bench.rectangles import column_slices
 from rlhf.dist.device import has_gpu
 from rlhf.reshard.transport import LocalHub
@@ -98,7 +100,19 @@ def test_an_engine_that_did_not_take_an_update_is_found():
     engine.close()
 
 
-def test_what_must_hold_and_does_not_raises():
-    require(True, "never")
-    with pytest.raises(CheckFailed, match="1 > 0"):
-        require(False, "1 > 0")
+def test_memory_that_does_not_come_back_is_found():
+    """In GiB that are free; None: a CPU."""
+    moments = ("before", "held", "released", "restored")
+    require_released(dict(zip(moments, (20.0, 16.0, 20.0, 16.0), strict=True)), 4.0)
+    require_released(dict.fromkeys(moments), 4.0)
+    for free in ((20.0, 16.0, 16.0, 16.0), (20.0, 16.0, 20.0, 12.0), (20.0, 20.0, 20.0, 16.0)):
+        with pytest.raises(CheckFailed, match=r"expected 4\.000"):
+            require_released(dict(zip(moments, free, strict=True)), 4.0)
+    require_no_leak(20.0, 19.99)
+    require_no_leak(None, None)
+    with pytest.raises(CheckFailed, match=r"2\.000 GiB"):
+        require_no_leak(20.0, 18.0)
+    require_freed(20.0, 10.0, 19.0)
+    require_freed(None, None, None)
+    with pytest.raises(CheckFailed, match=r"freed 0\.10"):
+        require_freed(20.0, 10.0, 11.0)

@@ -103,9 +103,7 @@ def check_window(device: torch.device, sizes: Sizes) -> Figures:
     before = free_gib(device)
     during, seconds, own_bytes = _update_often(what, device)
     after = free_gib(device)
-    if before is not None and after is not None:
-        lost = before - after
-        require(lost <= LEAK_GIB, f"{lost:.3f} GiB of the device are gone after the window closed")
+    require_no_leak(before, after)
     return {
         "bytes": what.num_bytes,
         "updates": NUM_UPDATES,
@@ -113,6 +111,17 @@ def check_window(device: torch.device, sizes: Sizes) -> Figures:
         "engine_device_bytes": own_bytes,
         "free_gib": {"before": before, "during": during, "after": after},
     }
+
+
+def require_no_leak(before: float | None, after: float | None) -> None:
+    """Free GiB before the window and after it; on a CPU nothing is known of them.
+
+    Raises:
+        CheckFailed: more than LEAK_GIB is gone.
+    """
+    if before is not None and after is not None:
+        lost = before - after
+        require(lost <= LEAK_GIB, f"{lost:.3f} GiB of the device are gone after the window closed")
 
 
 def _update_often(what: Rectangles, device: torch.device) -> tuple[float | None, list[float], int]:
