@@ -6,11 +6,10 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhf.config.check import train_layout
+from rlhf.config.check import rollout_layout, train_layout
 from rlhf.config.load import load_config
 from rlhf.config.schema import Config
 from rlhf.dist.device import has_gpu
-from rlhf.dist.layout import RolloutLayout
 from rlhf.dist.patience import Limits
 from rlhf.dist.scratch import Scratch, lent_name
 from rlhf.dist.stop import Stopper
@@ -58,8 +57,7 @@ def make_plan(config: Config, world: World) -> Plan:
         ValueError: all faults at once.
     """
     shape = check(config, world.size, "config")
-    r = config.rollout
-    rollout = RolloutLayout(world.size, tp=r.tp, dp=r.dp, ep=r.ep, pp=r.pp, a2a=r.a2a)
+    rollout = rollout_layout(config.rollout, world.size)
     check_nodes(world, rollout.engine_size)
     return Plan(
         config=config,

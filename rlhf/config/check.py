@@ -29,7 +29,12 @@ from rlhf.dist.layout import (
     listed,
     sequence_multiple,
 )
-from rlhf.weights.families import rollout_faults, train_faults
+from rlhf.weights.families import (
+    engine_block_faults,
+    rollout_faults,
+    train_block_faults,
+    train_faults,
+)
 
 if TYPE_CHECKING:
     from rlhf.weights.model_shape import ModelShape
@@ -84,15 +89,18 @@ def _layout_faults(config: Config, shape: ModelShape, world: int) -> Iterator[st
             yield f"train.{key}: needs train.pp > 1, which is 1; leave it out"
     try:
         layout = train_layout(train, world)
-        yield from train_faults(shape, layout)
-        yield from stage_faults(layout, shape.num_layers)
+        faults = [*train_faults(shape, layout), *stage_faults(layout, shape.num_layers)]
     except LayoutError as error:
-        yield from error.faults
+        faults = error.faults
     try:
-        engines = RolloutLayout(world, rollout.tp, rollout.dp, rollout.ep, rollout.pp, rollout.a2a)
-        yield from rollout_faults(shape, engines)
+        engines = rollout_layout(rollout, world)
+        faults += rollout_faults(shape, engines)
     except LayoutError as error:
-        yield from error.faults
+        faults += error.faults
+    if not faults:  # else the cuts are those of no layout
+        faults += engine_block_faults(shape, engines)
+        faults += train_block_faults(shape, layout, engines)
+    yield from faults
 
 
 def stage_faults(layout: TrainLayout, layers: int) -> Iterator[str]:
@@ -137,11 +145,33 @@ def train_layout(train: TrainSection, world: int) -> TrainLayout:
     )
 
 
+def rollout_layout(rollout: RolloutSection, world: int) -> RolloutLayout:
+    """The engines of a configuration.
+
+    Raises:
+        LayoutError: the ranks cannot form them.
+    """
+    return RolloutLayout(
+        world,
+        rollout.tp,
+        rollout.dp,
+        rollout.ep,
+        rollout.pp,
+        rollout.a2a,
+        rollout.quantization,
+    )
+
+
 def _feature_faults(rollout: RolloutSection, shape: ModelShape) -> Iterator[str]:
     if rollout.a2a != "none":
         yield (
             f"rollout.a2a: must be none, is {rollout.a2a}: all-to-all dispatch in the engine is "
             "not supported yet"
+        )
+    if rollout.quantization != "none":
+        yield (
+            f"rollout.quantization: must be none, is {rollout.quantization}: weights are not "
+            "quantised on their way to the engine yet"
         )
     if rollout.routes and shape.moe is None:
         yield f"rollout.routes: must be false: {shape.family} has no routed experts"

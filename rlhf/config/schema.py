@@ -120,6 +120,8 @@ class RolloutSection(Section):
     ep: PositiveInt = 1
     pp: PositiveInt = 1
     a2a: Literal["none", "deepep"] = "none"
+    quantization: Literal["none", "block_fp8"] = "none"
+    """block_fp8: float8_e4m3fn weights in the layers, a float32 scale per block of 128 x 128."""
     sampling: SamplingSection = SamplingSection()
     deterministic: bool = True
     """Seed per request, whole shares admitted at once: the same run twice gives the same tokens."""

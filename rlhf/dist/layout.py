@@ -11,6 +11,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 
+Quantization = Literal["none", "block_fp8"]
+"""How an engine keeps its weights."""
+
+
 class LayoutError(ValueError):
     """A layout that cannot exist; one line per fault in ``faults``."""
 
@@ -156,7 +160,8 @@ class RolloutLayout:
     With dp > 1 the engine also has its vocabulary over the attention group (dp-lm-head), and in
     models with experts whole dense MLPs on every rank (moe_dense_tp_size=1). ``ep`` consecutive
     groups of tp / ep ranks have experts of their own; with a2a=deepep shared experts are whole on
-    every rank.
+    every rank. With quantization=block_fp8 the matrices of the layers are float8_e4m3fn with a
+    float32 scale per block of 128 x 128.
     """
 
     world: int
@@ -165,6 +170,7 @@ class RolloutLayout:
     ep: int = 1
     pp: int = 1
     a2a: Literal["none", "deepep"] = "none"
+    quantization: Quantization = "none"
 
     def __post_init__(self) -> None:
         faults = []

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from rlhf.dist.layout import LayoutError, RolloutLayout, TrainLayout
 
 TRAIN_KEYS = ("tp", "pp", "vpp", "cp", "ep", "etp", "first", "last")
-ROLLOUT_KEYS = ("tp", "dp", "ep", "pp", "a2a")
+ROLLOUT_KEYS = ("tp", "dp", "ep", "pp", "a2a", "quantization")
 A2A = ("none", "deepep")
+QUANTIZATIONS = ("none", "block_fp8")
 
 
 def parse_train(text: str, world: int) -> TrainLayout:
@@ -23,14 +24,21 @@ def parse_train(text: str, world: int) -> TrainLayout:
 
 
 def parse_rollout(text: str, world: int) -> RolloutLayout:
-    """``"tp=64,dp=8,ep=64,a2a=deepep"``; as :func:`parse_train`."""
+    """``"tp=64,dp=8,ep=64,a2a=deepep,quantization=block_fp8"``; as :func:`parse_train`."""
     pairs = _pairs("rollout", text, ROLLOUT_KEYS)
-    a2a = pairs.pop("a2a", "none")
-    faults = []
-    if a2a not in A2A:
-        faults.append(f"rollout.a2a: must be one of {', '.join(A2A)}, is {a2a!r}{_nearest(a2a, A2A)}")
-    numbers = _numbers(pairs, "rollout", faults)
-    return RolloutLayout(world, a2a="deepep" if a2a == "deepep" else "none", **numbers)
+    words = {key: pairs.pop(key, "none") for key in ("a2a", "quantization")}
+    faults = [
+        f"rollout.{key}: must be one of {', '.join(known)}, is {words[key]!r}"
+        f"{_nearest(words[key], known)}"
+        for key, known in (("a2a", A2A), ("quantization", QUANTIZATIONS))
+        if words[key] not in known
+    ]
+    return RolloutLayout(
+        world,
+        **_numbers(pairs, "rollout", faults),
+        a2a="deepep" if words["a2a"] == "deepep" else "none",
+        quantization="block_fp8" if words["quantization"] == "block_fp8" else "none",
+    )
 
 
 def _pairs(side: str, text: str, keys: tuple[str, ...]) -> dict[str, str]:

@@ -33,8 +33,9 @@ RELEASED_BYTES = 2**18
 """Tensors from this size on give up their pages in a sleep that frees."""
 ATTRIBUTE = "_reshard_receiver"
 WORKER = "_reshard_worker"
-DERIVED = ("cos_sin_cache", "inv_freq")
-"""Buffers that follow from the configuration and never move."""
+DERIVED = ("cos_sin_cache", "inv_freq", ".k_scale", ".v_scale")
+"""What follows from the configuration and never moves; the scales are those of a KV cache, which
+attention has in a model of fp8 weights."""
 DERIVED_WEIGHTS = ("w_kc", "w_vc")
 """The two halves of a latent attention's ``kv_b_proj``, as its absorbed form takes them."""
 

@@ -59,7 +59,7 @@ def scale_piece(weight: Piece, shape: Sequence[int]) -> Piece:
     """
     if cuts := list(split_blocks(weight.region, shape)):
         raise ValueError(
-            f"{weight.tensor}: a rank holds {_show(weight.region)} of {list(shape)} in "
+            f"{weight.tensor}: a rank holds {show_box(weight.region)} of {list(shape)} in "
             f"{weight.param}, and the cut at {cuts[0]} is no multiple of {BLOCK}: no rank has the "
             "whole block that one fp8 scale is for; cut over fewer ranks"
         )
@@ -84,5 +84,6 @@ def weight_box(scales: Box, held: Piece) -> Box:
     )
 
 
-def _show(box: Box) -> str:
+def show_box(box: Box) -> str:
+    """``[0:4, 2:6]``."""
     return "[" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]"

@@ -60,7 +60,6 @@ WAITING: dict[str, tuple[str, ...]] = {
         "replayed_expert_weights",
         "route_padding",
         "fused_expert_layout",
-        "fp8_scale_shape",
         "mtp_name",
         "bucket_plan",
     ),

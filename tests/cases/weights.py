@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections import defaultdict
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from rlhf.config.check import stage_faults
 from rlhf.dist.layout import LayoutError, RolloutLayout, TrainLayout
 from rlhf.reshard.plan import Topology, plan
+from rlhf.weights.block_scales import BLOCK, scale_shape, split_blocks
 from rlhf.weights.families import (
     full_shapes,
     local_experts,
@@ -164,7 +166,24 @@ def hf_index_check(case: Case) -> Case:
     return {"complete": not missing, "missing_files": missing}
 
 
+def fp8_scale_shape(case: Case) -> Case:
+    shape, tp, dim = (case["rows"], case["cols"]), case["tp"], case["split_dim"]
+    assert case["block"] == BLOCK
+    cuts = [shape[dim] * rank // tp for rank in range(tp + 1)]
+    boxes = [
+        tuple(span if d == dim else (0, size) for d, size in enumerate(shape))
+        for span in pairwise(cuts)
+    ]
+    local = [scale_shape([stop - start for start, stop in box]) for box in boxes]
+    return {
+        "global_scale_shape": list(scale_shape(shape)),
+        "shardable_without_requantising": not any(list(split_blocks(b, shape)) for b in boxes),
+        "scales_if_local_ones_are_joined": sum(shape[dim] for shape in local),
+    }
+
+
 OPS: dict[str, Op] = {
+    "fp8_scale_shape": fp8_scale_shape,
     "qkv_unfuse": qkv_unfuse,
     "gate_up_unfuse": gate_up_unfuse,
     "gate_up_reshard": gate_up_reshard,

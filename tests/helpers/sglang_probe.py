@@ -7,6 +7,7 @@ is the engine's true layout. One probe per process: SGLang's parallel state is g
 
 from __future__ import annotations
 
+import json
 import multiprocessing as mp
 import os
 import traceback
@@ -88,12 +89,15 @@ def _live_parameters(probe: Probe) -> dict[str, Live]:
 
     from rlhf.weights.families import full_shapes
     from rlhf.weights.model_shape import load_model_shape
-    from tests.helpers.shards import coded_tensors
+    from tests.helpers.shards import coded_tensors, fp8_checkpoint
 
     model = _build(probe)
     for parameter in model.parameters():
         parameter.data.fill_(-1)
-    full = coded_tensors(full_shapes(load_model_shape(probe.folder)), torch.float32)
+    shape = load_model_shape(probe.folder)
+    full = coded_tensors(full_shapes(shape), torch.float32)
+    if probe.layout.quantization == "block_fp8":
+        full = fp8_checkpoint(shape)
     model.load_weights(iter(full.items()))
     return {
         name: Live(p.detach().float().numpy(), str(p.dtype).removeprefix("torch."))
@@ -132,6 +136,7 @@ def _build(probe: Probe) -> Any:
         skip_tokenizer_init=True,
         mem_fraction_static=0.2,
         log_level="error",
+        json_model_override_args=json.dumps(_overrides(layout)),
     )
     _fake_world(args, probe)
     config = ModelConfig.from_server_args(args)
@@ -139,6 +144,14 @@ def _build(probe: Probe) -> Any:
     load = LoadConfig()
     with set_default_torch_dtype(getattr(torch, probe.dtype)), torch.device("cpu"):
         return _initialize_model(config, load, _get_quantization_config(config, load))
+
+
+def _overrides(layout: RolloutLayout) -> dict[str, Any]:
+    """Of the model's config.json."""
+    if layout.quantization == "none":
+        return {}
+    scheme = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+    return {"quantization_config": {**scheme, "weight_block_size": [128, 128]}}
 
 
 def _fake_world(args: Any, probe: Probe) -> None:

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from rlhf.weights.piece import Box, Piece
+from rlhf.dist.layout import RolloutLayout
+from rlhf.weights.block_scales import scale_name
+from rlhf.weights.families import full_shapes, rollout_pieces
+from rlhf.weights.piece import FLOAT8, Box, Piece
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
+
+    from rlhf.weights.model_shape import ModelShape
 
 
 def slices(box: Box) -> tuple[slice, ...]:
@@ -40,6 +45,28 @@ def cut(
         part = full[piece.tensor][slices(piece.region)]
         view = out[piece.param][slices(piece.local)]
         view.copy_(part.reshape(view.shape))
+    return out
+
+
+def fp8_checkpoint(shape: ModelShape) -> dict[str, Tensor]:
+    """Random full tensors, exact in bfloat16, and those of the layers' matrices in block fp8.
+
+    Scales stand behind their weights. Blocks differ in magnitude, so that no two scales are alike.
+    """
+    import torch
+
+    from rlhf.weights.block_fp8 import quantize
+
+    pieces = rollout_pieces(shape, RolloutLayout(1, quantization="block_fp8"), 0)
+    scaled = {piece.tensor for piece in pieces if piece.dtype == FLOAT8}
+    generator = torch.Generator().manual_seed(0)
+    out: dict[str, Tensor] = {}
+    for name, size in full_shapes(shape).items():
+        values = torch.randn(size, generator=generator).bfloat16().float()
+        if name in scaled:
+            out[name], out[scale_name(name)] = quantize(values)
+        else:
+            out[name] = values
     return out
 
 

@@ -110,6 +110,7 @@ def test_context_parallelism_needs_nothing_of_heads_or_engines():
         (["rollout.ep=3", "rollout.tp=3"], 3, ["rollout.ep: must be 1, is 3"]),
         (["rollout.pp=2"], 2, ["rollout.pp: must be 1, is 2"]),
         (["rollout.a2a=deepep"], 2, ["rollout.a2a: must be none"]),
+        (["rollout.quantization=block_fp8"], 2, ["rollout.quantization: must be none"]),
         (["rollout.routes=true"], 2, ["rollout.routes: must be false: llama has no routed"]),
         (["rollout.tp=3"], 4, ["rollout: world=4 must be a multiple of tp*pp=3"]),
         (["batch.updates_per_step=3"], 1, ["batch.updates_per_step: 3 must divide", "4*4=16"]),

@@ -30,7 +30,7 @@ MOE = {"family": "qwen3_moe"}
 VOCABULARY = ("word_embeddings", "output_layer", "embed_tokens", "lm_head")
 
 
-def _check_tiling(pieces: list[Piece], params: dict[str, tuple[int, ...]]) -> None:
+def check_tiling(pieces: list[Piece], params: dict[str, tuple[int, ...]]) -> None:
     """Each element of each parameter lies in one piece; only vocabulary rows may lie in none."""
     counts = {name: np.zeros(shape, int) for name, shape in params.items()}
     for piece in pieces:
@@ -66,7 +66,7 @@ def test_train_pieces_tile_parameters_and_cover_tensors(data):
     layout = data.draw(train_layouts(shape))
     shards = [train_pieces(shape, layout, r) for r in range(layout.world)]
     for rank, pieces in enumerate(shards):
-        _check_tiling(pieces, train_param_shapes(shape, layout, rank))
+        check_tiling(pieces, train_param_shapes(shape, layout, rank))
     _check_cover(full_shapes(shape), shards)
 
 
@@ -77,7 +77,7 @@ def test_rollout_pieces_tile_parameters_and_cover_tensors(data):
     layout = data.draw(rollout_layouts(shape))
     shards = [rollout_pieces(shape, layout, r) for r in range(layout.world)]
     for rank, pieces in enumerate(shards):
-        _check_tiling(pieces, rollout_param_shapes(shape, layout, rank))
+        check_tiling(pieces, rollout_param_shapes(shape, layout, rank))
     for engine in range(layout.num_engines):
         _check_cover(full_shapes(shape), [shards[r] for r in layout.engine_ranks(engine)])
 

@@ -36,6 +36,11 @@ def test_words_become_the_layouts_they_name():
         (parse_train, "tp=3", [r"train: world=8 must be a multiple of tp\*pp\*cp=3"]),
         (parse_rollout, "etp=1", [r"rollout\.etp: is not a key", "keys of rollout are tp, dp"]),
         (parse_rollout, "a2a=deepp", [r"rollout\.a2a: must be one of none, deepep.*mean deepep"]),
+        (
+            parse_rollout,
+            "quantization=fp8",
+            [r"quantization: must be one of none, block_fp8.*mean"],
+        ),
         (parse_rollout, "a2a=deepp,tp=x", [r"rollout\.a2a", r"rollout\.tp"]),
         (parse_rollout, "tp=8,dp=3", [r"rollout\.dp=3 must divide rollout\.tp=8"]),
     ],

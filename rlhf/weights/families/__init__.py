@@ -1,5 +1,10 @@
 """How each model family's weights lie in Megatron and in SGLang, as tables, and their reader."""
 
+from rlhf.weights.families.block_cuts import (
+    check_blocks,
+    engine_block_faults,
+    train_block_faults,
+)
 from rlhf.weights.families.checks import (
     check_rollout,
     check_train,
@@ -22,8 +27,10 @@ from rlhf.weights.families.layouts import (
 )
 
 __all__ = [
+    "check_blocks",
     "check_rollout",
     "check_train",
+    "engine_block_faults",
     "engine_layers",
     "engine_vocab",
     "full_pieces",
@@ -35,6 +42,7 @@ __all__ = [
     "rollout_padding_params",
     "rollout_param_shapes",
     "rollout_pieces",
+    "train_block_faults",
     "train_faults",
     "train_param_shapes",
     "train_pieces",

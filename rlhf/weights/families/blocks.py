@@ -62,6 +62,7 @@ QKV = Block(
         "self_attn.qkv_proj.weight": QKVBlocks(*_qkv("weight")),
         "self_attn.o_proj.weight": Cols("self_attn.o_proj.weight", "attention"),
     },
+    fp8=frozenset({"self_attn.qkv_proj.weight", "self_attn.o_proj.weight"}),
 )
 QKV_BIAS = Block(
     tensors={
@@ -108,6 +109,7 @@ LATENT_KV = Block(
         "self_attn.kv_b_proj.weight": Rows(("self_attn.kv_b_proj.weight",), "attention"),
         "self_attn.o_proj.weight": Cols("self_attn.o_proj.weight", "attention"),
     },
+    fp8=frozenset({"self_attn.kv_b_proj.weight", "self_attn.o_proj.weight"}),
 )
 LATENT_QUERY = Block(
     tensors={
@@ -129,6 +131,7 @@ LATENT_QUERY = Block(
         "self_attn.q_a_layernorm.weight": Whole("self_attn.q_a_layernorm.weight"),
         "self_attn.q_b_proj.weight": Rows(("self_attn.q_b_proj.weight",), "attention"),
     },
+    fp8=frozenset({"self_attn.fused_qkv_a_proj_with_mqa.weight", "self_attn.q_b_proj.weight"}),
 )
 PLAIN_QUERY = Block(
     tensors={"self_attn.q_proj.weight": ("query", "hidden")},
@@ -137,6 +140,7 @@ PLAIN_QUERY = Block(
         "self_attn.q_proj.weight": Rows(("self_attn.q_proj.weight",), "attention"),
         "self_attn.kv_a_proj_with_mqa.weight": Whole("self_attn.kv_a_proj_with_mqa.weight"),
     },
+    fp8=frozenset({"self_attn.q_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"}),
 )
 
 
@@ -154,6 +158,7 @@ def _gated_mlp(name: str, ffn: str, group: GroupName) -> Block:
         tensors={hf[0]: (ffn, "hidden"), hf[1]: (ffn, "hidden"), down: ("hidden", ffn)},
         train={f"{name}.linear_fc1.weight": Rows(hf), f"{name}.linear_fc2.weight": Cols(down)},
         rollout={f"{name}.gate_up_proj.weight": Rows(hf, group), down: Cols(down, group)},
+        fp8=frozenset({f"{name}.gate_up_proj.weight", down}),
     )
 
 
@@ -182,6 +187,7 @@ ROUTED_EXPERTS = _norm("pre_mlp_layernorm.weight") + Block(
         "mlp.experts.w13_weight": ExpertStack(Rows(_GATE_UP, "expert")),
         "mlp.experts.w2_weight": ExpertStack(Cols(_DOWN, "expert")),
     },
+    fp8=frozenset({"mlp.experts.w13_weight", "mlp.experts.w2_weight"}),
 )
 FLOAT32_ENGINE_ROUTER = Block({}, {}, {_ROUTER: Whole(_ROUTER, FLOAT32)})
 """After :data:`ROUTED_EXPERTS`: SGLang's class keeps the router's weight in float32."""

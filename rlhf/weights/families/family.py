@@ -25,6 +25,8 @@ class Block:
     rollout: Mapping[str, Operation]  # SGLang
     float32: frozenset[str] = frozenset()
     """Tensors that are float32 in the files of a model of another dtype."""
+    fp8: frozenset[str] = frozenset()
+    """Engine parameters that are block fp8 in an engine with such weights."""
 
     def __add__(self, other: Block) -> Block:
         return Block(
@@ -32,6 +34,7 @@ class Block:
             {**self.train, **other.train},
             {**self.rollout, **other.rollout},
             self.float32 | other.float32,
+            self.fp8 | other.fp8,
         )
 
 
@@ -65,3 +68,5 @@ class Family:
     """SGLang's class can run tied embeddings over pipeline stages."""
     attention_dp: bool = True
     """SGLang's class knows DP-attention."""
+    block_fp8: bool = True
+    """SGLang's class can load weights in block fp8."""

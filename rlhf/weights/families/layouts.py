@@ -10,6 +10,7 @@ from rlhf.weights.families.blocks import OUTER_TENSORS, TIED, TRAIN_OUTER, rollo
 from rlhf.weights.families.checks import check_rollout, check_train, engine_vocab, padded_vocab
 from rlhf.weights.families.family import Block, Dims, Family, Outer, Stage
 from rlhf.weights.families.operations import EXPERT, Frame, Group, GroupName, Laid, Operation, Shape
+from rlhf.weights.families.quantized import quantized
 from rlhf.weights.families.table import family_of
 from rlhf.weights.model_shape import ModelShape
 from rlhf.weights.piece import FLOAT32, Piece, full_box
@@ -92,6 +93,9 @@ def train_param_shapes(shape: ModelShape, layout: TrainLayout, rank: int) -> dic
 def rollout_pieces(shape: ModelShape, layout: RolloutLayout, rank: int) -> list[Piece]:
     """What ``rank`` holds of the model in its SGLang engine, by the live parameter names.
 
+    With ``layout.quantization`` block_fp8 the matrices of the layers are float8_e4m3fn and have
+    their scales behind them, pieces of ``scale_name(tensor)`` in blocks (float32).
+
     Raises:
         LayoutError: the layout does not fit the model.
     """
@@ -153,10 +157,11 @@ def _rollout_params(shape: ModelShape, layout: RolloutLayout, rank: int) -> Iter
         "expert": Group(layout.expert_tp, at.tp % layout.expert_tp),
     }
     layers = engine_layers(shape.num_layers, layout.pp, at.pp)
+    plain = layout.quantization == "none"
     side = _Side(
         outer=rollout_outer(family_of(shape).engine_head),
         layer_prefix="model.layers.{layer}.",
-        layer=lambda block: block.rollout,
+        layer=lambda block: (block if plain else quantized(block)).rollout,
         groups=groups,
         experts=local_experts(shape, layout.ep, at.tp // layout.expert_tp),
         vocab_rows=engine_vocab(shape),

@@ -14,4 +14,5 @@ def llama(_: ModelShape) -> Family:
         engine_head=Stage.EVERY,
         tied_engine_stages=False,
         attention_dp=False,
+        block_fp8=False,
     )

@@ -8,10 +8,19 @@ the interpreter). Pure Python, no torch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
-from rlhf.weights.piece import Box, full_box
+from rlhf.dist.layout import LayoutError
+from rlhf.weights.block_scales import (
+    BLOCK,
+    scale_box,
+    scale_name,
+    scale_shape,
+    show_box,
+    split_blocks,
+)
+from rlhf.weights.piece import FLOAT8, FLOAT32, Box, full_box
 
 Shape = tuple[int, ...]
 GroupName = Literal["tp", "attention", "dense", "shared", "expert"]
@@ -224,7 +233,7 @@ class Vocab:
 class ExpertStack:
     """SGLang's experts: one parameter, whose first dim counts the rank's experts."""
 
-    expert: Rows | Cols
+    expert: Operation
 
     def lay(self, frame: Frame) -> Laid:
         one = self.expert.lay(frame)
@@ -233,4 +242,43 @@ class ExpertStack:
             for slot, number in enumerate(frame.experts)
             for part in one.of_expert(number).parts
         )
-        return Laid((len(frame.experts), *one.shape), tuple(parts))
+        return Laid((len(frame.experts), *one.shape), tuple(parts), one.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Weight:
+    """The same in float8_e4m3fn."""
+
+    weight: Operation
+
+    def lay(self, frame: Frame) -> Laid:
+        return replace(self.weight.lay(frame), dtype=FLOAT8)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockScales:
+    """The scales of a parameter in block fp8, which lie as the blocks of its weight do.
+
+    ``lay`` raises LayoutError where a block of a tensor is no block of the parameter.
+    """
+
+    weight: Operation
+
+    def lay(self, frame: Frame) -> Laid:
+        laid = self.weight.lay(frame)
+        for part in laid.parts:
+            cuts = list(split_blocks(part.region, frame.shapes[part.tensor]))
+            cuts += [start for start, _ in part.local[-2:] if start % BLOCK]
+            if cuts:
+                raise LayoutError(
+                    [
+                        f"rollout.quantization: {part.tensor}{show_box(part.region)} lies at "
+                        f"{show_box(part.local)} of its parameter: {cuts[0]} must be a multiple of "
+                        f"{BLOCK}"
+                    ]
+                )
+        parts = (
+            Part(scale_name(part.tensor), scale_box(part.region), scale_box(part.local))
+            for part in laid.parts
+        )
+        return Laid(scale_shape(laid.shape), tuple(parts), FLOAT32)
