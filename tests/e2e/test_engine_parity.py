@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,8 +46,7 @@ def case(
         yield engine, reference
 
 
-def test_greedy_tokens_and_logprobs_equal_transformers(case: tuple[EngineCase, Any]) -> None:
-    engine, reference = case
+def assert_greedy_as_transformers(engine: EngineCase, reference: Any) -> None:
     answers = engine.generate([greedy(p, key) for key, p in enumerate(PROMPTS)])
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         expected = reference_logprobs(reference, prompt, answer.token_ids)
@@ -55,6 +55,21 @@ def test_greedy_tokens_and_logprobs_equal_transformers(case: tuple[EngineCase, A
         assert (chosen - torch.tensor(answer.logprobs)).abs().max() <= TOLERANCE
         assert answer.status is Status.LENGTH
         assert answer.version == 7
+
+
+def test_greedy_tokens_and_logprobs_equal_transformers(case: tuple[EngineCase, Any]) -> None:
+    assert_greedy_as_transformers(*case)
+
+
+def test_latent_attention_equals_transformers_where_nothing_needs_to_repeat(
+    zygote: Zygote, tmp_path: Path
+) -> None:
+    """Only then SGLang would attend a fresh prompt in a form that its cache does not hold."""
+    folder = make_tiny(tmp_path / "hf", "deepseek_v3")
+    reference = load_reference(folder)
+    with engine_case(folder, zygote, deterministic=False) as engine:
+        engine.write(reference_state(reference), version=7)
+        assert_greedy_as_transformers(engine, reference)
 
 
 @pytest.mark.parametrize(
