@@ -1,8 +1,8 @@
 """The copy task: ``427>`` -> ``427``, a small Llama that has half learned it, and a judge of it.
 
 A random model never sees a reward, one that has learned leaves nothing to do: 25 supervised steps
-leave the actor at one answer in twelve or so. The judge is a sequence classifier that has been
-shown whether all digits so far are right; a critic starts from it, as it would from a reward model.
+leave the actor at one answer in twelve or so. The judge is a sequence classifier that knows the
+chance of an exact answer after each digit; a critic starts from it, as it would from a reward model.
 To compare two digits takes longer to learn than 250 steps of values.
 """
 
@@ -17,7 +17,9 @@ from typing import Any
 DIGITS = 3
 NUM_HELD_OUT = 64
 BATCH = 64
-ACTOR_STEPS, JUDGE_STEPS = 25, 150
+ACTOR_STEPS, JUDGE_STEPS = 25, 2000
+CHANCE = 0.5
+"""Of the next digit to be right, about the warm actor's."""
 VOCABULARY = ("<pad>", "<bos>", "<eos>", *"0123456789", "+", "=", ">")
 
 
@@ -95,7 +97,10 @@ def _warm_actor(texts: list[str], seed: int) -> Any:
 
 
 def _warm_judge(actor: Any, texts: list[str], seed: int) -> Any:
-    """The actor's body, then JUDGE_STEPS of 1 while all digits are right and 0 afterwards."""
+    """The actor's body, then JUDGE_STEPS of the chance of an exact answer after each token.
+
+    That is 0 after a wrong digit, else CHANCE to the number of digits that are to come.
+    """
     import torch
     from transformers import LlamaForSequenceClassification
 
@@ -106,19 +111,27 @@ def _warm_judge(actor: Any, texts: list[str], seed: int) -> Any:
     model = LlamaForSequenceClassification(config)
     model.model.load_state_dict(actor.model.state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0, betas=(0.9, 0.95))
+    to_come = CHANCE ** torch.arange(DIGITS, -1, -1)
+    slower = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, JUDGE_STEPS)
     for _ in range(JUDGE_STEPS):
         drawn = [rng.choice(texts) for _ in range(BATCH)]
-        given = ["".join(rng.choice((c, rng.choice("0123456789"))) for c in text) for text in drawn]
+        # a wrong digit is often one of the text's own, as the actor's are
+        given = [
+            "".join(rng.choice((c, c, rng.choice(text), rng.choice("0123456789"))) for c in text)
+            for text in drawn
+        ]
         tokens = torch.tensor(
             [_ids(f"{text}>{answer}") for text, answer in zip(drawn, given, strict=True)]
         )
         right = (tokens[:, DIGITS + 1 :] == tokens[:, :DIGITS]).float().cumprod(1)
-        scores = model.score(model.model(tokens).last_hidden_state)[:, DIGITS + 1 :, 0]
-        loss = (scores - right).square().mean()
+        right = torch.nn.functional.pad(right, (1, 0), value=1.0)  # nothing is wrong yet
+        scores = model.score(model.model(tokens).last_hidden_state)[:, DIGITS:, 0]
+        loss = (scores - right * to_come).square().mean()
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        slower.step()
     return model
 
 
