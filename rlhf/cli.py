@@ -33,6 +33,12 @@ def _parser() -> argparse.ArgumentParser:
     convert.set_defaults(run=_convert)
     doctor = commands.add_parser("doctor", help="what is installed, what is missing, what it costs")
     doctor.add_argument("--json", action="store_true")
+    doctor.add_argument(
+        "--probe",
+        metavar="MODEL",
+        help="weight tables against the installed SGLang, layer by layer",
+    )
+    doctor.add_argument("--rollout", metavar="tp=8,ep=8", help="the layout to probe")
     doctor.set_defaults(run=_doctor)
     return out
 
@@ -98,6 +104,12 @@ def _convert(args: argparse.Namespace) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
+    if args.probe is not None:
+        from rlhf.doctor_probe import doctor_probe
+
+        return doctor_probe(args.probe, args.rollout, as_json=args.json)
+    if args.rollout is not None:
+        raise ValueError("rlhf doctor --rollout: goes with --probe MODEL")
     from rlhf.doctor import diagnose
 
     report = diagnose()

@@ -41,6 +41,13 @@ def parse_rollout(text: str, world: int) -> RolloutLayout:
     )
 
 
+def rollout_text(layout: RolloutLayout) -> str:
+    """What :func:`parse_rollout` reads: ``tp`` and what is not the layout's default."""
+    default = RolloutLayout(0)
+    changed = [k for k in ROLLOUT_KEYS if k == "tp" or getattr(layout, k) != getattr(default, k)]
+    return ",".join(f"{key}={getattr(layout, key)}" for key in changed)
+
+
 def _pairs(side: str, text: str, keys: tuple[str, ...]) -> dict[str, str]:
     out: dict[str, str] = {}
     faults = []

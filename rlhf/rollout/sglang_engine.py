@@ -25,6 +25,7 @@ from sglang.srt.server_args import DP_ATTENTION_HANDSHAKE_PORT_DELTA, ZMQ_TCP_PO
 from rlhf.dist.scratch import lent_name, note_process
 from rlhf.rollout.engine import RESERVED_TOKENS, EngineSpec, SampleRequest, scheduler_name
 from rlhf.rollout.lifeline import die_with_parent, write_obituary
+from rlhf.rollout.sglang_args import cut_args
 
 NEVER = 2**30
 """Tokens between two partial outputs of a request: only the first and the last are sent."""
@@ -83,23 +84,12 @@ def server_args(spec: EngineSpec) -> dict[str, Any]:
 
 
 def _layout_args(spec: EngineSpec) -> dict[str, Any]:
-    """How the model is cut, as ``rlhf.weights.families`` has it; nothing is left to SGLang."""
-    args: dict[str, Any] = {
-        "tp_size": spec.tp,
-        "ep_size": spec.ep,
-        "pp_size": spec.pp,
-        "disable_shared_experts_fusion": True,
-    }
+    """How the model is cut, and the ports of that."""
+    has_experts = spec.routed is not None
+    args = cut_args(tp=spec.tp, dp=spec.dp, ep=spec.ep, pp=spec.pp, has_experts=has_experts)
     if spec.dp > 1:
-        args |= {
-            "dp_size": spec.dp,
-            "enable_dp_attention": True,
-            "enable_dp_attention_local_control_broadcast": True,  # wakes every group at once
-            "enable_dp_lm_head": True,
-            "port": _free_port(),
-        }
-        if spec.routed is not None:  # a model without would leave out the sum over tp, too
-            args["moe_dense_tp_size"] = 1
+        args["enable_dp_attention_local_control_broadcast"] = True  # wakes every group at once
+        args["port"] = _free_port()
     return args
 
 

@@ -24,14 +24,25 @@ def find_model(model: str) -> ModelShape:
     Raises:
         ValueError: nothing of that name, or not a model that we train.
     """
+    return (
+        load_model_shape(model) if Path(model).is_dir() else read_model_config(find_config(model))
+    )
+
+
+def find_config(model: str) -> Path:
+    """Its ``config.json``, or the file that says the same of a known model.
+
+    Raises:
+        ValueError: nothing of that name.
+    """
     path = Path(model)
     if path.is_dir():
-        return load_model_shape(path)
+        return path / "config.json"
     if path.is_file():
-        return read_model_config(path)
+        return path
     known = known_models()
     if model in known:
-        return read_model_config(known[model])
+        return known[model]
     close = difflib.get_close_matches(model.lower(), known, n=1, cutoff=0.4)
     hint = f"did you mean {close[0]}? " if close else ""
     raise ValueError(

@@ -10,7 +10,7 @@ from rlhf.rollout.receiver import DERIVED
 from rlhf.weights.block_fp8 import quantize
 from rlhf.weights.families import rollout_param_shapes, rollout_pieces
 from rlhf.weights.model_shape import load_model_shape
-from tests.helpers.sglang_probe import Probe, probe_many
+from tests.helpers.sglang_probe import Coded, load_many
 from tests.helpers.shards import cut, fp8_checkpoint
 from tests.helpers.tiny_models import make_tiny
 
@@ -76,10 +76,10 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def lives(folders):
-    probes = {key: Probe(str(folders[n]), *at, "bfloat16") for key, (n, *at) in PROBED.items()}
+    probes = {key: Coded(str(folders[n]), *at, "bfloat16") for key, (n, *at) in PROBED.items()}
     one = RolloutLayout(1, quantization="block_fp8")
-    probes[LLAMA] = Probe(str(folders["llama"]), one, 0, "bfloat16")
-    return dict(zip(probes, probe_many(list(probes.values())), strict=True))
+    probes[LLAMA] = Coded(str(folders["llama"]), one, 0, "bfloat16")
+    return dict(zip(probes, load_many(list(probes.values())), strict=True))
 
 
 @pytest.mark.parametrize("key", PROBED)

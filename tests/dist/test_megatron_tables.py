@@ -16,7 +16,7 @@ from rlhf.config.schema import ModelSection, TrainSection
 from rlhf.dist.layout import TrainLayout
 from rlhf.weights.families import train_param_shapes, train_pieces
 from rlhf.weights.model_shape import load_model_shape
-from tests.helpers.fake_world import fake_groups
+from rlhf.platform.fake_world import fake_groups
 from tests.helpers.shards import dtypes_of
 from tests.helpers.tiny_models import make_tiny
 

@@ -44,6 +44,7 @@ FLOORS = [
         "bench",
         "convert",
         "doctor",
+        "doctor_probe",
         "state",
     },
 ]

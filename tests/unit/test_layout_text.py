@@ -3,7 +3,7 @@
 import pytest
 
 from rlhf.dist.layout import LayoutError, RolloutLayout, TrainLayout
-from rlhf.dist.layout_text import parse_rollout, parse_train
+from rlhf.dist.layout_text import parse_rollout, parse_train, rollout_text
 
 
 def test_words_become_the_layouts_they_name():
@@ -56,3 +56,8 @@ def test_all_faults_come_at_once():
     with pytest.raises(LayoutError) as caught:
         parse_train("tpp=1,pp=2,pp=2,cp", 4)
     assert len(caught.value.faults) == 4
+
+
+@pytest.mark.parametrize("text", ["tp=1", "tp=64,dp=8,ep=64,a2a=deepep", "tp=4,ep=2,pp=2"])
+def test_a_layout_is_written_as_it_is_read(text):
+    assert rollout_text(parse_rollout(text, 64)) == text

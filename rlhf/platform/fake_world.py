@@ -1,4 +1,8 @@
-"""A rank of a world that does not exist: process groups with sizes and ranks, and no peers."""
+"""A rank of a world that does not exist: process groups with sizes and ranks, and no peers.
+
+Megatron and SGLang read their place in a layout from their process groups. Building a model asks no
+peer for anything, so one process can stand for any rank of any layout.
+"""
 
 from __future__ import annotations
 
