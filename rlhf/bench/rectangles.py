@@ -8,7 +8,6 @@ transport takes for the middle step is known, so the rest is packing and unpacki
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -157,13 +156,11 @@ class Loopback:
         self._sent: list[Tensor] = []
 
     def start(self, outgoing: Sequence[Parcel], incoming: Sequence[Parcel]) -> None:
-        synchronize(self.device)
-        begun = time.perf_counter()
+        begun = now(self.device)
         self._sent += [buffer for buffer, _ in outgoing]
         for buffer, _ in incoming:
             buffer.copy_(self._sent.pop(0))
-        synchronize(self.device)
-        self.seconds += time.perf_counter() - begun
+        self.seconds += now(self.device) - begun
 
     def wait(self, limit_s: float, poll: Poll) -> None:
         pass
@@ -172,38 +169,67 @@ class Loopback:
         self._sent.clear()
 
 
-def synchronize(device: torch.device) -> None:
-    """Return when the device has done what it was told."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def now(device: torch.device) -> float:
+    """Seconds, once the device has done what it was told; on a CPU those of this thread alone.
+
+    So other programs do not count, and torch must not compute in threads of its own.
+    """
+    if device.type == "cpu":
+        return time.thread_time()
+    torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 class EngineEnd(Protocol):
-    """Where a receiver and its model are: in a thread, or in another process."""
+    """Where a receiver and its model are."""
+
+    call_s: float | None
+    """Seconds of the last update's loader call if it waited for nothing; None: not known."""
 
     def begin(self, message: Mapping[str, Any]) -> None:
         """Start a loader call."""
         ...
 
+    def poll(self) -> None:
+        """Called by the mover while it waits."""
+        ...
+
     def end(self) -> None:
-        """Wait until it has returned."""
+        """Wait until the loader call has returned."""
         ...
 
 
-class ThreadEngine:
-    """The receiver in a thread of this process; its model's parameters are the given tensors."""
+class InlineEngine:
+    """The receiver in the mover's own thread: it takes its turn when the mover waits for it.
+
+    So an update must have one round, which is posted and closed by then. Two threads would wait
+    for one another's interpreter lock, which an engine's process does not.
+    """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        """``tensors``: the live parameters by name."""
+        self.call_s: float | None = None
         self._model = module_of(tensors)
-        self._call = threading.Thread()
+        self._update: Mapping[str, Any] | None = None
 
     def begin(self, message: Mapping[str, Any]) -> None:
-        named = [(json.dumps(message), torch.empty(0))]
-        self._call = threading.Thread(target=receiver.load, args=(self._model, named))
-        self._call.start()
+        if message["op"] == "update":
+            self._update = message
+        else:
+            self._call(message)
+
+    def poll(self) -> None:
+        if self._update is not None:
+            message, self._update = self._update, None
+            self.call_s = self._call(message)
 
     def end(self) -> None:
-        self._call.join()
+        pass
+
+    def _call(self, message: Mapping[str, Any]) -> float:
+        begun = time.thread_time()
+        receiver.load(self._model, [(json.dumps(message), torch.empty(0))])
+        return time.thread_time() - begun
 
 
 class Movement:
@@ -227,7 +253,9 @@ class Movement:
 
     def run(self) -> tuple[float, float]:
         """Move everything once; seconds of pack and of unpack, without those of the wire."""
-        return self._timed(self._pack), self._timed(self._unpack)
+        pack_s, unpack_s = self._timed(self._pack), self._timed(self._unpack)
+        call_s = None if self._engine is None else self._engine.call_s
+        return pack_s, unpack_s if call_s is None else call_s
 
     def close(self) -> None:
         """Give the window away."""
@@ -242,15 +270,13 @@ class Movement:
             self._receiving.run(_no_poll)
             return
         self._engine.begin(self._receiving.update_message())
-        self._receiving.run(_no_poll)
+        self._receiving.run(self._engine.poll)
         self._engine.end()
 
     def _timed(self, work: Callable[[], None]) -> float:
-        synchronize(self._device)
-        begun, on_wire = time.perf_counter(), self._wire.seconds
+        begun, on_wire = now(self._device), self._wire.seconds
         work()
-        synchronize(self._device)
-        return time.perf_counter() - begun - (self._wire.seconds - on_wire)
+        return now(self._device) - begun - (self._wire.seconds - on_wire)
 
 
 def module_of(tensors: Mapping[str, Tensor]) -> nn.Module:
@@ -285,11 +311,9 @@ class PlainCopies:
         return self._timed(self._by, self._from), self._timed(self._to, self._by)
 
     def _timed(self, target: Tensor, source: Tensor) -> float:
-        synchronize(self._device)
-        begun = time.perf_counter()
+        begun = now(self._device)
         target.copy_(source)
-        synchronize(self._device)
-        return time.perf_counter() - begun
+        return now(self._device) - begun
 
 
 def copy_ratio(

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rlhf.bench import suite
-from rlhf.bench.rectangles import FORMS, Movement, ThreadEngine, copy_ratio
+from rlhf.bench.rectangles import FORMS, InlineEngine, Movement, copy_ratio
 from rlhf.bench.reshard_copy import LEAST
 
 ROOT = Path(__file__).parents[2]
@@ -91,7 +91,7 @@ def test_a_movement_brings_every_element_to_its_place(form, with_receiver):
     what = form(2, 64, CPU)
     assert what.num_wrong() > what.num_bytes // 4
     assert sum(t.nbytes for t in what.targets.values()) == what.num_bytes
-    movement = Movement(what, CPU, ThreadEngine(what.targets) if with_receiver else None)
+    movement = Movement(what, CPU, InlineEngine(what.targets) if with_receiver else None)
     movement.run()
     movement.close()
     assert what.num_wrong() == 0

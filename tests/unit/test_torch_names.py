@@ -56,6 +56,6 @@ def test_every_name_in_torch_exists():
 
 def test_a_wrong_name_is_found():
     assert _missing("import torch\ntorch.cuda.mem_get_inf(0)") == ["cuda.mem_get_inf"]
-    text = "import torch.distributed as dist\ndist.HashStore(); dist.nothing"
+    text = "import torch.distributed as dist\ndist.TCPStore(); dist.nothing"
     assert _missing(text) == ["distributed.nothing"]
     assert not _missing("dist.nothing")

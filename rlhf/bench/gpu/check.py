@@ -88,7 +88,7 @@ def one_rank(device: torch.device, *, bind: bool = False) -> Iterator[None]:
     on_gpu = device.type == "cuda"
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-        store=dist.HashStore(),
+        store=dist.TCPStore("127.0.0.1", 0, 1, is_master=True),  # of a run too
         rank=0,
         world_size=1,
         timeout=TIMEOUT,
