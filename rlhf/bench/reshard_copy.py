@@ -1,8 +1,8 @@
 """``make bench-reshard-copy``: packing and unpacking on a CPU against memcpy of the same bytes.
 
 One thread, and its own seconds: other programs do not count. Pack and unpack are two copies,
-parameter -> staging area and window -> live parameter, the second by the engine's receiver; they are
-compared with two plain copies of as many bytes. The bytes do not fit a cache, and the two forms
+parameter -> staging area and window -> live parameter, the second by the engine's receiver; they
+are compared with two plain copies of as many bytes. The bytes do not fit a cache, and the two forms
 take turns.
 """
 
