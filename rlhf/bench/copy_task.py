@@ -2,8 +2,8 @@
 
 A random model never sees a reward, one that has learned leaves nothing to do: 25 supervised steps
 leave the actor at one answer in twelve or so. The judge is a sequence classifier that knows the
-chance of an exact answer after each digit; a critic starts from it, as it would from a reward model.
-To compare two digits takes longer to learn than 250 steps of values.
+chance of an exact answer after each digit; a critic starts from it, as it would from a reward
+model. To compare two digits takes longer to learn than 250 steps of values.
 """
 
 from __future__ import annotations
