@@ -6,6 +6,8 @@ Once per process: SGLang's parallel state and settings are global.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from rlhf.dist.layout import RolloutLayout
@@ -31,12 +33,20 @@ BLOCK_FP8 = {
 """What a ``config.json`` says of a checkpoint in block fp8."""
 
 
-def build_model(folder: str, layout: RolloutLayout, rank: int, dtype: str, device: str) -> Any:
+def build_model(
+    folder: str,
+    layout: RolloutLayout,
+    rank: int,
+    dtype: str,
+    device: str,
+    overrides: Mapping[str, Any] = MappingProxyType({}),
+) -> Any:
     """The model of ``rank`` with the arguments that our engines give, nothing loaded.
 
     Args:
         folder: with a ``config.json``; no weights and no tokenizer are read.
         device: ``meta`` or ``cpu``.
+        overrides: what goes before keys of ``config.json``, as for the class of a draft model.
     """
     import torch
     from sglang.srt.configs.load_config import LoadConfig
@@ -45,7 +55,7 @@ def build_model(folder: str, layout: RolloutLayout, rank: int, dtype: str, devic
     from sglang.srt.model_loader.loader import _get_quantization_config, _initialize_model
     from sglang.srt.model_loader.utils import set_default_torch_dtype
 
-    args = _server_args(folder, layout, dtype)
+    args = _server_args(folder, layout, dtype, overrides)
     _enter_world(args, layout, rank)
     config = ModelConfig.from_server_args(args)
     init_layer_runtime(model_config=config)
@@ -60,7 +70,9 @@ def live_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in named.items() if not name.endswith(DERIVED)}
 
 
-def _server_args(folder: str, layout: RolloutLayout, dtype: str) -> Any:
+def _server_args(
+    folder: str, layout: RolloutLayout, dtype: str, overrides: Mapping[str, Any]
+) -> Any:
     from sglang.srt.server_args import ServerArgs
 
     cut = cut_args(
@@ -70,6 +82,7 @@ def _server_args(folder: str, layout: RolloutLayout, dtype: str) -> Any:
         pp=layout.pp,
         has_experts=load_model_shape(folder).moe is not None,
     )
+    quantization = BLOCK_FP8 if layout.quantization != "none" else {}
     return ServerArgs(
         model_path=folder,
         device="cpu",
@@ -81,7 +94,7 @@ def _server_args(folder: str, layout: RolloutLayout, dtype: str) -> Any:
         skip_tokenizer_init=True,
         mem_fraction_static=0.2,
         log_level="error",
-        json_model_override_args=json.dumps(BLOCK_FP8 if layout.quantization != "none" else {}),
+        json_model_override_args=json.dumps({**quantization, **overrides}),
         **({"moe_a2a_backend": WHOLE_SHARED_EXPERTS} if layout.a2a == "deepep" else {}),
     )
 

@@ -113,7 +113,8 @@ class ModelShape:
     """With it, ``head_dim`` is that of a query, and there are as many KV heads as heads."""
     moe: MoEShape | None = None
     num_mtp_layers: int = 0
-    """Layers for multi-token prediction in the checkpoint; neither trained, served nor exported."""
+    """Layers for multi-token prediction in the checkpoint, behind the others; left out of training,
+    engines and exports, though the tables have them for who asks with ``mtp=True``."""
 
     def has_experts(self, layer: int) -> bool:
         """Whether layer number ``layer`` has routed experts in place of a dense MLP."""

@@ -60,7 +60,6 @@ WAITING: dict[str, tuple[str, ...]] = {
         "replayed_expert_weights",
         "route_padding",
         "fused_expert_layout",
-        "mtp_name",
         "bucket_plan",
     ),
     "time-slicing of device memory": (

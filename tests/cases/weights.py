@@ -182,7 +182,23 @@ def fp8_scale_shape(case: Case) -> Case:
     }
 
 
+def mtp_name(case: Case) -> Case:
+    shape = make_shape(
+        "deepseek_v3",
+        num_hidden_layers=case["num_layers"],
+        num_nextn_predict_layers=case["mtp_index"] + 1,
+    )
+    part = f"{case['trainer_part']}.weight"
+    (tensor,) = (
+        piece.tensor
+        for piece in train_pieces(shape, TrainLayout(1), 0, mtp=True)
+        if piece.param == f"mtp.layers.{case['mtp_index']}.{part}"
+    )
+    return {"hf_prefix": tensor.removesuffix(f".{part}")}
+
+
 OPS: dict[str, Op] = {
+    "mtp_name": mtp_name,
     "fp8_scale_shape": fp8_scale_shape,
     "qkv_unfuse": qkv_unfuse,
     "gate_up_unfuse": gate_up_unfuse,

@@ -17,6 +17,8 @@ class Coded(Probe):
     """Load coded tensors on the CPU in place of tracing."""
 
     dtype: str = "float32"
+    draft: str = ""
+    """Class of the model's draft model, to look at in the place of the model."""
 
 
 @dataclass(frozen=True)
@@ -50,15 +52,19 @@ def live_parameters(probe: Coded) -> dict[str, Live]:
     from rlhf.rollout.sglang_model import build_model
     from rlhf.weights.families import full_shapes
     from rlhf.weights.model_shape import load_model_shape
-    from tests.helpers.shards import coded_tensors, fp8_checkpoint
+    from tests.helpers.shards import coded_tensors, fp8_checkpoint, random_checkpoint
 
-    model = build_model(probe.folder, probe.layout, probe.rank, probe.dtype, "cpu")
+    overrides = {"architectures": [probe.draft]} if probe.draft else {}
+    at = (probe.layout, probe.rank)
+    model = build_model(probe.folder, *at, probe.dtype, "cpu", overrides)
     for parameter in model.parameters():
         parameter.data.fill_(-1)
     shape = load_model_shape(probe.folder)
     full = coded_tensors(full_shapes(shape), torch.float32)
     if probe.layout.quantization == "block_fp8":
         full = fp8_checkpoint(shape)
+    if probe.draft:
+        full = random_checkpoint(shape, mtp=True)
     model.load_weights(iter(full.items()))
     return {
         name: Live(p.detach().float().numpy(), str(p.dtype).removeprefix("torch."))

@@ -48,21 +48,25 @@ def cut(
     return out
 
 
-def fp8_checkpoint(shape: ModelShape) -> dict[str, Tensor]:
-    """Random full tensors, exact in bfloat16, and those of the layers' matrices in block fp8.
-
-    Scales stand behind their weights. Blocks differ in magnitude, so that no two scales are alike.
-    """
+def random_checkpoint(shape: ModelShape, *, mtp: bool = False) -> dict[str, Tensor]:
+    """Random full tensors, float32 and exact in bfloat16."""
     import torch
 
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: torch.randn(size, generator=generator).bfloat16().float()
+        for name, size in full_shapes(shape, mtp=mtp).items()
+    }
+
+
+def fp8_checkpoint(shape: ModelShape) -> dict[str, Tensor]:
+    """:func:`random_checkpoint` with the matrices of the layers in block fp8, and their scales."""
     from rlhf.weights.block_fp8 import quantize
 
     pieces = rollout_pieces(shape, RolloutLayout(1, quantization="block_fp8"), 0)
     scaled = {piece.tensor for piece in pieces if piece.dtype == FLOAT8}
-    generator = torch.Generator().manual_seed(0)
     out: dict[str, Tensor] = {}
-    for name, size in full_shapes(shape).items():
-        values = torch.randn(size, generator=generator).bfloat16().float()
+    for name, values in random_checkpoint(shape).items():
         if name in scaled:
             out[name], out[scale_name(name)] = quantize(values)
         else:

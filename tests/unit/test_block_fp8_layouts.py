@@ -26,7 +26,7 @@ from rlhf.weights.families import (
 )
 from rlhf.weights.piece import FLOAT8, box_size, intersect
 from tests.helpers.shapes import make_shape
-from tests.helpers.shards import cut, fp8_checkpoint, slices
+from tests.helpers.shards import cut, fp8_checkpoint, random_checkpoint, slices
 from tests.unit.test_families import check_tiling
 
 FP8 = "block_fp8"
@@ -112,11 +112,7 @@ def test_what_trainers_hold_gives_every_engine_its_fp8_checkpoint(key):
     shape, train, _, fp8 = _case(key)
     check_blocks(shape, train, fp8)
     wanted = fp8_checkpoint(shape)
-    generator = torch.Generator().manual_seed(0)
-    full = {
-        n: torch.randn(s, generator=generator).bfloat16().float()
-        for n, s in full_shapes(shape).items()
-    }
+    full = random_checkpoint(shape)
     shards = []
     for rank in range(train.world):
         pieces = train_pieces(shape, train, rank)

@@ -50,7 +50,7 @@ def check_tiling(pieces: list[Piece], params: dict[str, tuple[int, ...]]) -> Non
         assert not rows[rows.sum() :].any(), f"padding of {name} is not at its end"
 
 
-def _check_cover(full: dict[str, tuple[int, ...]], shards: list[list[Piece]]) -> None:
+def check_cover(full: dict[str, tuple[int, ...]], shards: list[list[Piece]]) -> None:
     """Over all ranks every element of every full tensor is held, and nothing else."""
     covered = {name: np.zeros(shape, bool) for name, shape in full.items()}
     for shard in shards:
@@ -67,7 +67,7 @@ def test_train_pieces_tile_parameters_and_cover_tensors(data):
     shards = [train_pieces(shape, layout, r) for r in range(layout.world)]
     for rank, pieces in enumerate(shards):
         check_tiling(pieces, train_param_shapes(shape, layout, rank))
-    _check_cover(full_shapes(shape), shards)
+    check_cover(full_shapes(shape), shards)
 
 
 @settings(max_examples=60, deadline=None)
@@ -79,7 +79,7 @@ def test_rollout_pieces_tile_parameters_and_cover_tensors(data):
     for rank, pieces in enumerate(shards):
         check_tiling(pieces, rollout_param_shapes(shape, layout, rank))
     for engine in range(layout.num_engines):
-        _check_cover(full_shapes(shape), [shards[r] for r in layout.engine_ranks(engine)])
+        check_cover(full_shapes(shape), [shards[r] for r in layout.engine_ranks(engine)])
 
 
 def _rows(pieces: list[Piece], param: str) -> list[str]:

@@ -22,4 +22,5 @@ def deepseek_v3(shape: ModelShape) -> Family:
         attention=LATENT_KV + (LATENT_QUERY if shape.mla.q_lora_rank else PLAIN_QUERY),
         dense=dense_mlp("dense"),
         experts=experts + SHARED_EXPERTS if shape.moe.num_shared_experts else experts,
+        mtp=True,
     )

@@ -70,3 +70,5 @@ class Family:
     """SGLang's class knows DP-attention."""
     block_fp8: bool = True
     """SGLang's class can load weights in block fp8."""
+    mtp: bool = False
+    """Its checkpoints may have layers for multi-token prediction."""

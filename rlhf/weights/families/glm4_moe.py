@@ -31,4 +31,5 @@ def glm4_moe(shape: ModelShape) -> Family:
         dense=dense_mlp("dense"),
         experts=experts,
         engine_head=Stage.EVERY,
+        mtp=True,
     )

@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from rlhf.dist.layout import RolloutLayout, TrainLayout
+from rlhf.dist.layout import LayoutError, RolloutLayout, TrainLayout
 from rlhf.weights.families.blocks import OUTER_TENSORS, TIED, TRAIN_OUTER, rollout_outer
 from rlhf.weights.families.checks import check_rollout, check_train, engine_vocab, padded_vocab
 from rlhf.weights.families.family import Block, Dims, Family, Outer, Stage
+from rlhf.weights.families.mtp import (
+    DRAFT_PREFIX,
+    TRAIN_PREFIX,
+    draft_faults,
+    mtp_block,
+    mtp_faults,
+)
 from rlhf.weights.families.operations import EXPERT, Frame, Group, GroupName, Laid, Operation, Shape
 from rlhf.weights.families.quantized import quantized
 from rlhf.weights.families.table import family_of
@@ -40,6 +47,7 @@ class _Side:
     experts: range  # global numbers of the rank's
     vocab_rows: int  # padding included
     chunks: list[_Chunk]
+    mtp_prefix: str | None = None  # with {index}; of MTP layers, which are on the last chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +59,18 @@ class _Param:
     laid: Laid
 
 
-def full_shapes(shape: ModelShape) -> dict[str, Shape]:
+def full_shapes(shape: ModelShape, *, mtp: bool = False) -> dict[str, Shape]:
     """HF name -> shape of every tensor in the model's checkpoint (no lm_head when tied)."""
-    return {piece.tensor: tuple(n for _, n in piece.region) for piece in full_pieces(shape)}
+    pieces = full_pieces(shape, mtp=mtp)
+    return {piece.tensor: tuple(n for _, n in piece.region) for piece in pieces}
 
 
-def full_pieces(shape: ModelShape) -> list[Piece]:
-    """Every tensor of the model's checkpoint as a piece of itself."""
+def full_pieces(shape: ModelShape, *, mtp: bool = False) -> list[Piece]:
+    """Every tensor of the model's checkpoint as a piece of itself.
+
+    Args:
+        mtp: with the layers for multi-token prediction, but for their copies of embedding and head.
+    """
     family = family_of(shape)
     outer = {n: d for n, d in OUTER_TENSORS.items() if not (shape.tied_embeddings and n in TIED)}
     out = [_full_piece(name, dims) for name, dims in _shapes(shape, outer).items()]
@@ -70,41 +83,73 @@ def full_pieces(shape: ModelShape) -> list[Piece]:
         for piece in by_kind[shape.has_experts(number)]:
             name = prefix + piece.tensor
             out.append(replace(piece, tensor=name, param=name))
+    for number in mtp_layers(shape) if mtp else ():
+        for piece in _full_layer(shape, _mtp_block(shape, number)):
+            name = HF_LAYER_PREFIX.format(layer=number) + piece.tensor
+            out.append(replace(piece, tensor=name, param=name))
     return out
 
 
-def train_pieces(shape: ModelShape, layout: TrainLayout, rank: int) -> list[Piece]:
+def mtp_layers(shape: ModelShape) -> range:
+    """Numbers that the MTP layers have in the checkpoint.
+
+    Raises:
+        LayoutError: the model has none.
+    """
+    family = family_of(shape)
+    if faults := list(mtp_faults(shape.num_mtp_layers, family.mtp, shape.family)):
+        raise LayoutError(faults)
+    return range(shape.num_layers, shape.num_layers + shape.num_mtp_layers)
+
+
+def train_pieces(
+    shape: ModelShape, layout: TrainLayout, rank: int, *, mtp: bool = False
+) -> list[Piece]:
     """What ``rank`` holds of the model in Megatron, by TE's parameter names.
 
     Layer numbers are local, as in ``decoder.layers.0.``; with vpp > 1 every name begins with the
     virtual chunk, as in ``chunk1.decoder.layers.0.``.
 
+    Args:
+        mtp: with the layers for multi-token prediction, which are on the last stage beside a copy
+            of the embedding.
+
     Raises:
         LayoutError: the layout does not fit the model.
     """
-    return _pieces(_train_params(shape, layout, rank))
+    return _pieces(_train_params(shape, layout, rank, mtp))
 
 
-def train_param_shapes(shape: ModelShape, layout: TrainLayout, rank: int) -> dict[str, Shape]:
+def train_param_shapes(
+    shape: ModelShape, layout: TrainLayout, rank: int, *, mtp: bool = False
+) -> dict[str, Shape]:
     """Megatron parameter -> local shape, vocabulary padding included."""
-    return {p.name: p.laid.shape for p in _train_params(shape, layout, rank)}
+    return {p.name: p.laid.shape for p in _train_params(shape, layout, rank, mtp)}
 
 
-def rollout_pieces(shape: ModelShape, layout: RolloutLayout, rank: int) -> list[Piece]:
+def rollout_pieces(
+    shape: ModelShape, layout: RolloutLayout, rank: int, *, mtp: bool = False
+) -> list[Piece]:
     """What ``rank`` holds of the model in its SGLang engine, by the live parameter names.
 
     With ``layout.quantization`` block_fp8 the matrices of the layers are float8_e4m3fn and have
     their scales behind them, pieces of ``scale_name(tensor)`` in blocks (float32).
 
+    Args:
+        mtp: with the parameters of the draft model, whose names begin with ``draft.``; its
+            embedding and head are the model's own.
+
     Raises:
         LayoutError: the layout does not fit the model.
     """
-    return _pieces(_rollout_params(shape, layout, rank))
+    return _pieces(_rollout_params(shape, layout, rank, mtp))
 
 
-def rollout_param_shapes(shape: ModelShape, layout: RolloutLayout, rank: int) -> dict[str, Shape]:
+def rollout_param_shapes(
+    shape: ModelShape, layout: RolloutLayout, rank: int, *, mtp: bool = False
+) -> dict[str, Shape]:
     """SGLang parameter -> local shape, vocabulary padding included."""
-    return {p.name: p.laid.shape for p in _rollout_params(shape, layout, rank)}
+    return {p.name: p.laid.shape for p in _rollout_params(shape, layout, rank, mtp)}
 
 
 def rollout_padding_params(shape: ModelShape, layout: RolloutLayout, rank: int) -> set[str]:
@@ -120,7 +165,7 @@ def engine_layers(num_layers: int, pp: int, stage: int) -> range:
     return range(start, start + counts[stage])
 
 
-def _train_params(shape: ModelShape, layout: TrainLayout, rank: int) -> Iterator[_Param]:
+def _train_params(shape: ModelShape, layout: TrainLayout, rank: int, mtp: bool) -> Iterator[_Param]:
     check_train(shape, layout)
     at = layout.coord(rank)
     chunks = [
@@ -141,12 +186,17 @@ def _train_params(shape: ModelShape, layout: TrainLayout, rank: int) -> Iterator
         experts=local_experts(shape, layout.ep, at.ep),
         vocab_rows=padded_vocab(shape, layout.tp),
         chunks=chunks,
+        mtp_prefix=TRAIN_PREFIX if mtp else None,
     )
     return _params(shape, side)
 
 
-def _rollout_params(shape: ModelShape, layout: RolloutLayout, rank: int) -> Iterator[_Param]:
+def _rollout_params(
+    shape: ModelShape, layout: RolloutLayout, rank: int, mtp: bool = False
+) -> Iterator[_Param]:
     check_rollout(shape, layout)
+    if mtp and (faults := list(draft_faults(shape.num_mtp_layers, layout.pp))):
+        raise LayoutError(faults)
     at = layout.coord(rank)
     everywhere, tp = Group(1, 0), Group(layout.tp, at.tp)
     groups: dict[GroupName, Group] = {
@@ -166,6 +216,7 @@ def _rollout_params(shape: ModelShape, layout: RolloutLayout, rank: int) -> Iter
         experts=local_experts(shape, layout.ep, at.tp // layout.expert_tp),
         vocab_rows=engine_vocab(shape),
         chunks=[_Chunk("", layers, layers.start, at.pp == 0, at.pp == layout.pp - 1)],
+        mtp_prefix=DRAFT_PREFIX if mtp else None,
     )
     return _params(shape, side)
 
@@ -190,6 +241,19 @@ def _params(shape: ModelShape, side: _Side) -> Iterator[_Param]:
             for name, laid in by_kind[shape.has_experts(number)]:
                 yield _Param(own + name, hf_prefix, laid)
         yield from (p for p, stage in outer if stage is not Stage.FIRST)
+        if side.mtp_prefix is not None and chunk.is_last:
+            yield from _mtp_params(shape, side, chunk.prefix + side.mtp_prefix)
+
+
+def _mtp_params(shape: ModelShape, side: _Side, prefix: str) -> Iterator[_Param]:
+    for index, number in enumerate(mtp_layers(shape)):
+        hf_prefix = HF_LAYER_PREFIX.format(layer=number)
+        for name, laid in _lay_layer(shape, side, _mtp_block(shape, number)):
+            yield _Param(prefix.format(index=index) + name, hf_prefix, laid)
+
+
+def _mtp_block(shape: ModelShape, number: int) -> Block:
+    return mtp_block(_layer(family_of(shape), shape.has_experts(number)))
 
 
 def _layer(family: Family, has_experts: bool) -> Block:
@@ -216,7 +280,9 @@ def _lay_layer(shape: ModelShape, side: _Side, block: Block) -> list[tuple[str, 
 def _outer_params(shape: ModelShape, side: _Side, chunk: _Chunk) -> Iterator[tuple[_Param, Stage]]:
     frame = _frame(shape, side, OUTER_TENSORS)
     tied = TIED if shape.tied_embeddings else {}
-    here = {Stage.FIRST: chunk.is_first, Stage.LAST: chunk.is_last, Stage.EVERY: True}
+    # MTP layers embed the tokens that they predict from
+    first = chunk.is_first or (side.mtp_prefix is not None and chunk.is_last)
+    here = {Stage.FIRST: first, Stage.LAST: chunk.is_last, Stage.EVERY: True}
     held: set[str] = set()
     for outer in side.outer:
         if not here[outer.stage]:
@@ -264,6 +330,7 @@ def _frame(shape: ModelShape, side: _Side, tensors: Mapping[str, Dims]) -> Frame
 def _shapes(shape: ModelShape, tensors: Mapping[str, Dims]) -> dict[str, Shape]:
     sizes = {
         "hidden": shape.hidden_size,
+        "embedding_and_hidden": 2 * shape.hidden_size,
         "ffn": shape.ffn_size,
         "query": shape.num_heads * shape.head_dim,
         "kv": shape.num_kv_heads * shape.head_dim,
