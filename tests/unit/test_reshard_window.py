@@ -199,7 +199,23 @@ def _remove(model, name):
             ),
             "down_proj.weight has 640 elements, the plan writes 480",
         ),
+        (
+            lambda m: setattr(
+                m.get_parameter("model.norm.weight"), "data", torch.zeros(20, 1)
+            ),
+            r"model.norm.weight has shape \[20, 1\]",
+        ),
+        (
+            lambda m: m.get_submodule("model.norm").register_buffer("bias", torch.zeros(20)),
+            "does not write model.norm.bias",
+        ),
         (lambda m: m.to(torch.bfloat16), "torch.bfloat16, the plan writes torch.float32"),
+        (
+            lambda m: setattr(
+                m.get_parameter("model.norm.weight"), "data", torch.zeros(20).bfloat16()
+            ),
+            r"differ: model.norm.weight is torch.bfloat16, the plan writes torch.float32\n",
+        ),
     ],
 )  # fmt: skip
 def test_a_model_that_differs_from_the_plan_is_refused_at_the_opening(change, words):
@@ -207,6 +223,29 @@ def test_a_model_that_differs_from_the_plan_is_refused_at_the_opening(change, wo
     change(rank.model)
     with pytest.raises(ReceiverError, match=words):
         rank.open()
+
+
+def test_all_differences_are_told_at_once_up_to_a_dozen():
+    rank = OneRank()
+    for name in ("model.norm.weight", "model.layers.2.input_layernorm.weight"):
+        _remove(rank.model, name)
+    with pytest.raises(
+        ReceiverError, match=r"no parameter model\.layers\.2.*no parameter model\.n"
+    ):
+        rank.open()
+    for number in range(20):
+        rank.model.register_buffer(f"extra{number:02}", torch.zeros(1))
+    with pytest.raises(ReceiverError, match=r"and 10 more"):
+        rank.open()
+
+
+def test_what_follows_from_the_configuration_is_no_difference():
+    rank = OneRank()
+    for name in ("cos_sin_cache", "inv_freq"):
+        rank.model.get_submodule("model.layers.0.self_attn").register_buffer(name, torch.ones(3))
+    rank.open()
+    rank.update()
+    rank.assert_engine_holds(rank.full)
 
 
 def test_a_refused_opening_fails_the_update_too():
