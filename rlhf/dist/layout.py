@@ -162,6 +162,10 @@ class RolloutLayout:
     groups of tp / ep ranks have experts of their own; with a2a=deepep shared experts are whole on
     every rank. With quantization=block_fp8 the matrices of the layers are float8_e4m3fn with a
     float32 scale per block of 128 x 128.
+
+    With ``redundant_experts`` the ep groups share out so many experts more: number ``i`` of them
+    all is a copy of the model's expert ``i`` modulo its number of experts, which is where SGLang
+    begins. Copies that move with the load (EPLB) are not for weights that are written in place.
     """
 
     world: int
@@ -171,6 +175,7 @@ class RolloutLayout:
     pp: int = 1
     a2a: Literal["none", "deepep"] = "none"
     quantization: Quantization = "none"
+    redundant_experts: int = 0
 
     def __post_init__(self) -> None:
         faults = []

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from rlhf.dist.layout import LayoutError, RolloutLayout, TrainLayout
 
 TRAIN_KEYS = ("tp", "pp", "vpp", "cp", "ep", "etp", "first", "last")
-ROLLOUT_KEYS = ("tp", "dp", "ep", "pp", "a2a", "quantization")
+ROLLOUT_KEYS = ("tp", "dp", "ep", "pp", "a2a", "quantization", "redundant_experts")
 A2A = ("none", "deepep")
 QUANTIZATIONS = ("none", "block_fp8")
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 
-def cut_args(*, tp: int, dp: int, ep: int, pp: int, has_experts: bool) -> dict[str, Any]:
+def cut_args(
+    *, tp: int, dp: int, ep: int, pp: int, has_experts: bool, redundant_experts: int = 0
+) -> dict[str, Any]:
     """Keyword arguments of SGLang's ``ServerArgs``; nothing is left to its defaults.
 
     Args:
@@ -17,6 +19,8 @@ def cut_args(*, tp: int, dp: int, ep: int, pp: int, has_experts: bool) -> dict[s
         "pp_size": pp,
         "disable_shared_experts_fusion": True,
     }
+    if redundant_experts:
+        args["ep_num_redundant_experts"] = redundant_experts
     if dp > 1:
         args |= {"dp_size": dp, "enable_dp_attention": True, "enable_dp_lm_head": True}
         if has_experts:  # a model without would leave out the sum over tp, too

@@ -59,6 +59,8 @@ def build_model(
     _enter_world(args, layout, rank)
     config = ModelConfig.from_server_args(args)
     init_layer_runtime(model_config=config)
+    if layout.redundant_experts:
+        _place_experts(config)
     load = LoadConfig()
     with set_default_torch_dtype(getattr(torch, dtype)), torch.device(device):
         return _initialize_model(config, load, _get_quantization_config(config, load))
@@ -81,6 +83,7 @@ def _server_args(
         ep=layout.ep,
         pp=layout.pp,
         has_experts=load_model_shape(folder).moe is not None,
+        redundant_experts=layout.redundant_experts,
     )
     quantization = BLOCK_FP8 if layout.quantization != "none" else {}
     return ServerArgs(
@@ -97,6 +100,18 @@ def _server_args(
         json_model_override_args=json.dumps({**quantization, **overrides}),
         **({"moe_a2a_backend": WHOLE_SHARED_EXPERTS} if layout.a2a == "deepep" else {}),
     )
+
+
+def _place_experts(config: Any) -> None:
+    """Which expert is a copy of which, as an engine has it before it loads."""
+    from sglang.srt.eplb.expert_location import (
+        compute_initial_expert_location_metadata,
+        set_global_expert_location_metadata,
+    )
+    from sglang.srt.runtime_context import get_parallel
+
+    places = compute_initial_expert_location_metadata(config, get_parallel().moe_ep_rank)
+    set_global_expert_location_metadata(places)
 
 
 def _enter_world(args: Any, layout: RolloutLayout, rank: int) -> None:

@@ -87,6 +87,10 @@ EXPERT_GRID = [
     {"tp": 4, "ep": 4, "a2a": "deepep"},
     {"tp": 16, "dp": 4, "ep": 16, "a2a": "deepep"},
     {"tp": 4, "ep": 2, "pp": 2},
+    {"tp": 8, "ep": 8, "redundant_experts": 8},
+    {"tp": 4, "ep": 2, "redundant_experts": 16},
+    {"tp": 4, "dp": 2, "ep": 4, "redundant_experts": 48},
+    {"tp": 4, "ep": 4, "a2a": "deepep", "redundant_experts": 12},
     {"tp": 4, "dp": 4, "ep": 4, "pp": 3, "a2a": "deepep"},
 ]
 
@@ -141,6 +145,7 @@ WIDE = {  # real widths: (known model, layers), layout, rank
         ("deepseek-v3-671b", 5, RolloutLayout(32, tp=32), 31),
         ("deepseek-v3-671b", 5, RolloutLayout(16, tp=16, ep=16, quantization="block_fp8"), 9),
         ("qwen3-235b-a22b", 2, RolloutLayout(4, tp=4, ep=4, quantization="block_fp8"), 2),
+        ("deepseek-v3-671b", 5, RolloutLayout(32, tp=32, dp=32, ep=32, redundant_experts=32), 31),
         ("kimi-k2-1t", 3, RolloutLayout(32, tp=32, dp=4, ep=32, a2a="deepep"), 30),
         ("moonlight-16b", 3, RolloutLayout(8, tp=8, ep=4), 5),
         ("qwen3-235b-a22b", 2, RolloutLayout(16, tp=16, ep=4), 7),
@@ -151,6 +156,7 @@ WIDE = {  # real widths: (known model, layers), layout, rank
     ]
 }
 TIED_LLAMA = "tied llama, last stage"
+GLM_COPIES = "GLM with redundant experts"
 REFUSED = "a config without what SGLang asks for"
 KILLED = "killed"
 
@@ -180,6 +186,7 @@ def outcomes(folders):
         **{("traced", key): Probe(folders[name], *at) for key, (name, *at) in LOADED.items()},
         **{("loaded", key): Coded(folders[name], *at) for key, (name, *at) in LOADED.items()},
         TIED_LLAMA: Probe(folders["llama tied"], RolloutLayout(2, pp=2), 1),
+        GLM_COPIES: Probe(folders["glm4_moe"], RolloutLayout(2, tp=2, ep=2, redundant_experts=8), 1),
         REFUSED: Probe(folders[REFUSED], RolloutLayout(4, tp=4), 3),
         KILLED: Killed(folders["llama"], RolloutLayout(4, tp=4, pp=1), 2),
         **{key: Probe(folders[name], *at) for key, (name, *at) in WIDE.items()},
@@ -214,6 +221,13 @@ def test_every_family_is_traced_in_a_dozen_layouts():
     layouts = {(families[name], layout) for name, layout, _ in TRACED.values()}
     for family in set(families.values()):
         assert sum(f == family for f, _ in layouts) >= 12, family
+
+
+def test_a_glm_has_no_room_for_redundant_experts(outcomes):
+    """Why the table refuses them: of 16 and 8 on two ranks each should have 12."""
+    probed = outcomes[GLM_COPIES].get()
+    name = "model.layers.2.mlp.experts.w2_weight"
+    assert probed.params[name][0][0] == 8
 
 
 def test_a_refusal_of_sglang_names_the_rank_and_its_reason(outcomes):

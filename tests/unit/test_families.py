@@ -274,3 +274,30 @@ def test_the_engine_stacks_the_experts_of_a_rank():
     )
     assert up.region == ((8, 16), (0, 20))
     assert up.local == ((1, 2), (8, 16), (0, 20))
+
+
+@pytest.mark.parametrize(
+    ("family", "grid", "words"),
+    [
+        ("llama", {"tp": 2, "redundant_experts": 2}, r"must be 0, is 2: llama has no experts"),
+        ("glm4_moe", {"tp": 2, "ep": 2, "redundant_experts": 2}, "glm4_moe has no room"),
+        ("qwen3_moe", {"tp": 2, "ep": 1, "redundant_experts": 2}, r"\(rollout\.ep-1\)=0, is 2"),
+        ("qwen3_moe", {"tp": 2, "ep": 2, "redundant_experts": 14}, r"=12, is 14: .* twice"),
+        ("qwen3_moe", {"tp": 4, "ep": 4, "redundant_experts": 2},
+         r"12 experts and 2 redundant ones, 14 together"),
+    ],
+)  # fmt: skip
+def test_copies_of_experts_that_cannot_be_are_refused(family, grid, words):
+    with pytest.raises(LayoutError, match=words):
+        check_rollout(make_shape(family), RolloutLayout(grid["tp"], **grid))
+
+
+def test_redundant_experts_are_copies_of_the_first_ones_on_the_last_ranks():
+    """12 experts and 4 copies over 4 groups: SGLang's order of slots, modulo 12."""
+    shape, layout = make_shape("qwen3_moe"), RolloutLayout(4, tp=4, ep=4, redundant_experts=4)
+    held = [
+        [p.tensor.split(".")[5] for p in rollout_pieces(shape, layout, rank)
+         if p.tensor.startswith("model.layers.0.mlp.experts.") and "down" in p.tensor]
+        for rank in range(4)
+    ]  # fmt: skip
+    assert held == [[str(n % 12) for n in range(r * 4, r * 4 + 4)] for r in range(4)]

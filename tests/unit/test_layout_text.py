@@ -58,6 +58,9 @@ def test_all_faults_come_at_once():
     assert len(caught.value.faults) == 4
 
 
-@pytest.mark.parametrize("text", ["tp=1", "tp=64,dp=8,ep=64,a2a=deepep", "tp=4,ep=2,pp=2"])
+@pytest.mark.parametrize(
+    "text",
+    ["tp=1", "tp=64,dp=8,ep=64,a2a=deepep", "tp=4,ep=2,pp=2", "tp=8,ep=8,redundant_experts=8"],
+)
 def test_a_layout_is_written_as_it_is_read(text):
     assert rollout_text(parse_rollout(text, 64)) == text

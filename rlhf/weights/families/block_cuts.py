@@ -95,7 +95,7 @@ def _fp8_pieces(shape: ModelShape, layout: RolloutLayout) -> Iterator[Piece]:
     small, family = _one_of_each(shape, layout.ep), family_of(shape)
     blocks = [family.attention, family.dense, *([family.experts] if family.experts else [])]
     names = {name for block in blocks for name in block.fp8}
-    stage = replace(layout, world=layout.tp, pp=1, quantization="none")
+    stage = replace(layout, world=layout.tp, pp=1, quantization="none", redundant_experts=0)
     for rank in range(stage.world):
         for piece in rollout_pieces(small, stage, rank):
             if piece.param.split(".", 3)[-1] in names:

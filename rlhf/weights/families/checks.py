@@ -108,16 +108,25 @@ def _engine_expert_faults(shape: ModelShape, layout: RolloutLayout) -> Iterator[
             yield f"rollout.ep: must be 1, is {layout.ep}: {shape.family} has no experts"
         if layout.a2a != "none":
             yield f"rollout.a2a: must be none, is {layout.a2a}: {shape.family} has no experts"
+        if layout.redundant_experts:
+            yield (
+                f"rollout.redundant_experts: must be 0, is {layout.redundant_experts}: "
+                f"{shape.family} has no experts"
+            )
         return
-    experts, ffn = shape.moe.num_experts, shape.moe.ffn_size
+    yield from _redundant_expert_faults(shape, shape.moe.num_experts, layout)
+    experts, ffn = shape.moe.num_experts + layout.redundant_experts, shape.moe.ffn_size
 
     def fits(ep: int) -> bool:
         return experts % ep == 0 and layout.tp % ep == 0 and ffn % (layout.tp // ep) == 0
 
     if not fits(layout.ep):
         allowed = listed(ep for ep in range(1, layout.tp + 1) if fits(ep))
+        names = f"{shape.moe.num_experts} experts"
+        if layout.redundant_experts:
+            names += f" and {layout.redundant_experts} redundant ones, {experts} together"
         yield (
-            f"rollout.ep: {layout.ep} must divide the model's {experts} experts, and "
+            f"rollout.ep: {layout.ep} must divide the model's {names}, and "
             f"rollout.tp/rollout.ep={layout.expert_tp} its expert feed-forward size {ffn}; set it "
             f"to one of {allowed or '(none: change rollout.tp)'}"
         )
@@ -125,6 +134,23 @@ def _engine_expert_faults(shape: ModelShape, layout: RolloutLayout) -> Iterator[
         yield (
             f"rollout.ep: must equal rollout.tp={layout.tp} while rollout.a2a is deepep, is "
             f"{layout.ep}"
+        )
+
+
+def _redundant_expert_faults(
+    shape: ModelShape, experts: int, layout: RolloutLayout
+) -> Iterator[str]:
+    """A rank never needs two copies of an expert."""
+    if layout.redundant_experts and not family_of(shape).redundant_experts:
+        yield (
+            f"rollout.redundant_experts: must be 0, is {layout.redundant_experts}: SGLang's "
+            f"{shape.family} has no room for them"
+        )
+    most = experts * (layout.ep - 1)
+    if layout.redundant_experts > most:
+        yield (
+            f"rollout.redundant_experts: must be at most experts*(rollout.ep-1)={most}, is "
+            f"{layout.redundant_experts}: a rank would hold an expert twice"
         )
 
 

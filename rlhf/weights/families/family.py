@@ -66,6 +66,8 @@ class Family:
     """SGLang makes an untied head on these stages; only the last one uses it."""
     tied_engine_stages: bool = True
     """SGLang's class can run tied embeddings over pipeline stages."""
+    redundant_experts: bool = True
+    """SGLang's class has room for copies of experts."""
     attention_dp: bool = True
     """SGLang's class knows DP-attention."""
     block_fp8: bool = True

@@ -32,4 +32,5 @@ def glm4_moe(shape: ModelShape) -> Family:
         experts=experts,
         engine_head=Stage.EVERY,
         mtp=True,
+        redundant_experts=False,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rlhf.dist.layout import LayoutError, RolloutLayout, TrainLayout
@@ -44,7 +44,7 @@ class _Side:
     layer_prefix: str  # with {layer}
     layer: Callable[[Block], Mapping[str, Operation]]
     groups: Mapping[GroupName, Group]
-    experts: range  # global numbers of the rank's
+    experts: Sequence[int]  # global numbers of the rank's
     vocab_rows: int  # padding included
     chunks: list[_Chunk]
     mtp_prefix: str | None = None  # with {index}; of MTP layers, which are on the last chunk
@@ -213,7 +213,7 @@ def _rollout_params(
         layer_prefix="model.layers.{layer}.",
         layer=lambda block: (block if plain else quantized(block)).rollout,
         groups=groups,
-        experts=local_experts(shape, layout.ep, at.tp // layout.expert_tp),
+        experts=_engine_experts(shape, layout, at.tp // layout.expert_tp),
         vocab_rows=engine_vocab(shape),
         chunks=[_Chunk("", layers, layers.start, at.pp == 0, at.pp == layout.pp - 1)],
         mtp_prefix=DRAFT_PREFIX if mtp else None,
@@ -225,6 +225,15 @@ def local_experts(shape: ModelShape, ep: int, ep_rank: int) -> range:
     """Global numbers of the experts on one rank of an expert-parallel group; none: empty."""
     share = shape.moe.num_experts // ep if shape.moe is not None else 0
     return range(ep_rank * share, (ep_rank + 1) * share)
+
+
+def _engine_experts(shape: ModelShape, layout: RolloutLayout, ep_rank: int) -> Sequence[int]:
+    """The model's number of each expert of an engine's ep group, copies included."""
+    if shape.moe is None or layout.redundant_experts == 0:
+        return local_experts(shape, layout.ep, ep_rank)
+    share = (shape.moe.num_experts + layout.redundant_experts) // layout.ep
+    slots = range(ep_rank * share, (ep_rank + 1) * share)
+    return [slot % shape.moe.num_experts for slot in slots]
 
 
 def _params(shape: ModelShape, side: _Side) -> Iterator[_Param]:

@@ -50,7 +50,7 @@ class Frame:
     groups: Mapping[GroupName, Group]
     num_kv_heads: int
     padded_vocab: int  # rows of a vocabulary tensor over all ranks, padding included
-    experts: range = range(0)  # global numbers of the rank's routed experts
+    experts: Sequence[int] = ()  # global numbers of the rank's routed experts
 
 
 @dataclass(frozen=True, slots=True)
