@@ -64,7 +64,7 @@ VARIANTS = ("llama tied", "qwen2 tied", "qwen3 tied", "glm4_moe air")
 """Seen in every third layout."""
 DEEPSEEK_RAW = RAW["deepseek_v3"]
 DENSE_GRID = [
-    *({"tp": tp, "pp": pp} for tp, pp in product((1, 2, 4, 8, 16), (1, 2, 3)) if tp < 16 or pp < 3),
+    *({"tp": tp, "pp": pp} for tp, pp in product((1, 2, 4, 8, 16), (1, 2, 3)) if tp < 4 or pp < 3),
     {"tp": 4, "dp": 2},
     {"tp": 8, "dp": 8},
     {"tp": 16, "dp": 2},
@@ -73,13 +73,10 @@ DENSE_GRID = [
 EXPERT_GRID = [
     {"tp": 1},
     {"tp": 1, "pp": 3},
-    {"tp": 4},
     {"tp": 16},
-    {"tp": 2, "ep": 2},
     {"tp": 8, "ep": 2},
     {"tp": 16, "ep": 4},
     {"tp": 16, "ep": 16},
-    {"tp": 4, "dp": 2},
     {"tp": 8, "dp": 8},
     {"tp": 4, "dp": 2, "ep": 2},
     {"tp": 16, "dp": 4, "ep": 8},
