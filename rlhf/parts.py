@@ -25,8 +25,8 @@ from rlhf.packing import Budget, sequence_cost
 from rlhf.recorder import Recorder
 from rlhf.reshard.execute import Mover
 from rlhf.reshard.export import Exporter
-from rlhf.reshard.plan import Topology, plan
 from rlhf.reshard.schedule import rank_plan
+from rlhf.reshard.topology import Topology
 from rlhf.reshard.transport import DistTransport
 from rlhf.reshard.windows import Window
 from rlhf.rewards.build import Rewards, build_rewards
@@ -41,7 +41,7 @@ from rlhf.run import Run
 from rlhf.saved import trained_models
 from rlhf.state import TrainState
 from rlhf.types import Phase, Prompt
-from rlhf.weights.families import rollout_padding_params, rollout_pieces, train_pieces
+from rlhf.weights.families import reshard_spread, rollout_padding_params
 
 if TYPE_CHECKING:
     from rlhf.rollout.host_client import EngineHost
@@ -148,14 +148,14 @@ def _resharder(
 ) -> Resharder:
     shape, config, world = ground.plan.shape, ground.plan.config, ground.plan.world
     dtype = getattr(torch, config.model.dtype)
-    ranks = range(world.size)
-    whole = plan(
-        [train_pieces(shape, ground.plan.train, r) for r in ranks],
-        [rollout_pieces(shape, ground.plan.rollout, r) for r in ranks],
-        dtype.itemsize,
+    mine = rank_plan(
+        reshard_spread(shape, ground.plan.train, ground.plan.rollout),
         Topology.of(world.size, world.local_size),
+        world.rank,
+        itemsize=dtype.itemsize,
+        area_bytes=config.reshard.window_mib * 2**20 // 2,
+        max_peers=config.reshard.max_peers,
     )
-    mine = rank_plan(whole, world.rank, config.reshard.window_mib * 2**20)
     window = Window(mine.incoming_area_bytes, ground.device)
     ground.closers.append(window.close)
     mover = Mover(

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from rlhf.reshard.execute import Mover
-from rlhf.reshard.plan import Transfer
 from rlhf.reshard.polling import Poll
-from rlhf.reshard.schedule import Message, Placed, RankPlan, Round
+from rlhf.reshard.schedule import Message, Placed, RankPlan, Round, Transfer
 from rlhf.reshard.transport import Parcel
 from rlhf.reshard.windows import Window
 from rlhf.reshard.wire import align

@@ -144,8 +144,11 @@ class RolloutSection(Section):
 
 
 class ReshardSection(Section):
-    window_mib: PositiveInt = 64
-    """Size of one staging window; a rank has two."""
+    window_mib: PositiveInt = 128
+    """Size of one staging window; a rank has two. Half of each takes what arrives, half what is
+    sent."""
+    max_peers: PositiveInt = 64
+    """A rank exchanges messages with at most so many others in a round."""
     timeout_s: Seconds = 120
 
 

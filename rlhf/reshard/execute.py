@@ -1,6 +1,8 @@
 """One rank's movement of weights, round by round, in bounded memory.
 
 While round r is on the wire, round r + 1 is packed and round r - 1 is written into its parameters.
+What a rank passes on to its node is packed for round r + 1 out of what came in round r - 1, whose
+area is overwritten from round r + 1 on.
 """
 
 from __future__ import annotations
@@ -8,16 +10,17 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlhf.reshard.plan import Transfer
+from rlhf.reshard.pack import Packer, part_view, slices_of
 from rlhf.reshard.polling import Poll
-from rlhf.reshard.schedule import Placed, RankPlan, Round
-from rlhf.reshard.targets import EngineTarget, Target, TensorTarget, part_view, rectangle
+from rlhf.reshard.rounds import RELAY_ROUNDS
+from rlhf.reshard.schedule import Placed, RankPlan, Round, Transfer
+from rlhf.reshard.targets import EngineTarget, Target, TensorTarget
 from rlhf.reshard.transport import Parcel, Transport, TransportError
 from rlhf.reshard.windows import ReceiverError, Window
 
@@ -77,6 +80,7 @@ class Mover:
         self._padding_params = sorted(padding_params)
         for transfer in self._sources():
             _check_source(transfer, params)
+        self._packer = Packer()
         self._window = target if isinstance(target, Window) else None
         self._target: Target = (
             EngineTarget(rank_plan, target, dtype, limit_s)
@@ -162,9 +166,10 @@ class Mover:
                 self._target.begin(poll)
             for number in range(len(self.plan.rounds)):
                 self._run_round(number, stats, poll)
+            self._packer.check()
             with _timed(stats, "write_s"):
                 self._target.finish(poll)
-        except (TransportError, ReceiverError, TimeoutError) as error:
+        except (TransportError, ReceiverError, TimeoutError, ValueError) as error:
             self._target.abandon()
             raise RuntimeError(self._explain(error, number)) from error
         except BaseException:
@@ -182,7 +187,8 @@ class Mover:
         self._transport.start(self._outgoing(number), _parcels(round_.incoming, area))
         with _timed(stats, "local_s"):
             for i, placed in enumerate(round_.local):
-                self._target.put_local(number, i, self._source(placed.transfer))
+                view = self._target.local_view(number, i)
+                self._packer.pack(placed.transfer, self._source(placed.transfer), view)
                 stats.local_bytes += placed.num_bytes
         if number + 1 < len(self.plan.rounds):
             self._pack(number + 1, stats)
@@ -198,19 +204,28 @@ class Mover:
             messages = self.plan.rounds[number].outgoing
             for message, views in zip(messages, self._packed_views[number], strict=True):
                 for placed, view in zip(message.parts, views, strict=True):
-                    view.copy_(self._source(placed.transfer))
+                    self._pack_part(placed, view, number)
                     stats.sent_bytes += placed.num_bytes
 
     def _outgoing(self, number: int) -> list[Parcel]:
         return _parcels(self.plan.rounds[number].outgoing, self._staging[number % 2])
 
+    def _pack_part(self, placed: Placed, view: Tensor, number: int) -> None:
+        """What leaves in round ``number``: of the rank's parameters, or of what came to it."""
+        if placed.relayed_from is None:
+            self._packer.pack(placed.transfer, self._source(placed.transfer), view)
+            return
+        came = replace(placed, offset=placed.relayed_from, relayed_from=None)
+        view.copy_(part_view(self._target.area(number - RELAY_ROUNDS), came, self.dtype))
+
     def _source(self, transfer: Transfer) -> Tensor:
-        return rectangle(self._params[transfer.source_param], transfer.source_box)
+        return self._params[transfer.source_param].detach()[slices_of(transfer.source_box)]
 
     def _sources(self) -> Iterator[Transfer]:
         for round_ in self.plan.rounds:
             for placed in _leaving(round_):
-                yield placed.transfer
+                if placed.relayed_from is None:
+                    yield placed.transfer
 
     def _explain(self, error: Exception, number: int) -> str:
         where = f"reshard, rank {self.plan.rank}, round {number} of {len(self.plan.rounds)}"

@@ -19,14 +19,15 @@ from torch import Tensor
 
 from rlhf.dist.layout import TrainLayout
 from rlhf.reshard.execute import Mover
-from rlhf.reshard.plan import Topology, plan
 from rlhf.reshard.polling import Poll
 from rlhf.reshard.schedule import rank_plan
+from rlhf.reshard.topology import Topology
 from rlhf.reshard.transport import Transport
 from rlhf.weights.families import full_pieces, train_pieces
 from rlhf.weights.hf_checkpoint import check_index, is_weight_file, write_index, write_tensors
 from rlhf.weights.model_shape import ModelShape
 from rlhf.weights.piece import Piece, box_size
+from rlhf.weights.spread import spread_of_shards
 
 MAX_FILE_BYTES = 4 << 30
 WORTH_A_WRITER_BYTES = 256 << 20
@@ -117,8 +118,13 @@ class Exporter:
             for piece in destination[self._rank]
         }
         world = len(self._shards)
-        made = plan(self._shards, destination, self._dtype.itemsize, Topology.of(world, 1))
-        mine = rank_plan(made, self._rank, AREA_BYTES)
+        mine = rank_plan(
+            spread_of_shards(self._shards, destination),
+            Topology.of(world, 1),
+            self._rank,
+            itemsize=self._dtype.itemsize,
+            area_bytes=AREA_BYTES,
+        )
         Mover(mine, self._params, self._transport, tensors, dtype=self._dtype).run(poll)
         return tensors
 

@@ -1,259 +1,154 @@
-"""Which rectangle goes from which rank to which: the intersection of two lists of shards. Pure.
+"""Which rank sends what to which: bundles with their sources chosen. Pure.
 
 Every rank computes the same plan from the same tables, so nothing is negotiated. Moved bytes equal
-the lower bound: what each rank needs and does not already hold, once.
+the lower bound (what each rank needs and does not hold, once), and so do the bytes between nodes
+(what each node needs and does not hold, once): one rank gets it for its node and passes it on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlhf.weights.piece import ITEMSIZES, Box, Piece, box_size, intersect
+from rlhf.reshard.bundles import Bundle, bundles_of
+from rlhf.reshard.topology import Topology
+from rlhf.reshard.wire import ALIGN_BYTES
+from rlhf.weights.spread import Spread
 
-Shard = Sequence[Piece]
-"""What one rank holds (or needs) in one layout."""
+BUNDLES_PER_AREA = 4
+"""A bundle takes at most this part of an area, so that rounds fill up."""
+MIN_AREA_BYTES = BUNDLES_PER_AREA * ALIGN_BYTES
 
-
-@dataclass(frozen=True, slots=True)
-class Topology:
-    """Which node each rank runs on."""
-
-    nodes: tuple[int, ...]
-
-    @classmethod
-    def of(cls, world: int, ranks_per_node: int) -> Topology:
-        """Nodes filled in rank order."""
-        return cls(tuple(rank // ranks_per_node for rank in range(world)))
+MAX_CANDIDATES = 8
+"""Of many equal holders so many are looked at, others the next time."""
+RAIL_SLACK = 0.005
+"""A holder on the same rail may have sent more than another, by this part of the mean."""
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
-    """``param[box]`` of the destination takes its values from ``source_param[source_box]``."""
+class Far:
+    """A copy from another node; ``landing`` passes it on to ``others`` of its node."""
 
-    tensor: str
     source: int
-    source_param: str
-    source_box: Box
-    destination: int
-    param: str
-    box: Box
-    num_elements: int
-    itemsize: int  # bytes per element in the destination's dtype
-    dtype: str | None  # of the destination, where it is not the model's
+    landing: int
+    others: tuple[int, ...]
 
-    @property
-    def num_bytes(self) -> int:
-        return self.num_elements * self.itemsize
 
-    def __str__(self) -> str:
-        return (
-            f"{self.tensor}: rank {self.source} {self.source_param}{_show(self.source_box)} -> "
-            f"rank {self.destination} {self.param}{_show(self.box)}"
-        )
+@dataclass(frozen=True, slots=True)
+class Sending:
+    """The copies of one bundle; those of the rank from itself are in its flow."""
+
+    bundle: Bundle
+    near: tuple[tuple[int, int], ...]  # source, destination on the same node
+    far: tuple[Far, ...]
 
 
 @dataclass(frozen=True)
 class ReshardPlan:
-    """All transfers between two layouts, by destination and there in the order of its pieces."""
+    """A movement of weights between two layouts."""
 
-    world: int
+    spread: Spread
+    topology: Topology
     itemsize: int  # bytes per element in the model's dtype at the destination
-    transfers: tuple[Transfer, ...]
+    area_bytes: int
+    """No rank's incoming or outgoing bytes of a round may exceed it."""
+    sendings: tuple[Sending, ...]
 
     @property
-    def moved_bytes(self) -> int:
-        """Bytes that change rank."""
-        return sum(self.sent_bytes())
-
-    @property
-    def local_bytes(self) -> int:
-        """Bytes that a rank copies from itself."""
-        return sum(t.num_bytes for t in self.transfers if t.source == t.destination)
-
-    def sent_bytes(self) -> list[int]:
-        """Bytes that each rank sends to others."""
-        out = [0] * self.world
-        for t in self.transfers:
-            if t.source != t.destination:
-                out[t.source] += t.num_bytes
-        return out
+    def world(self) -> int:
+        return self.spread.world
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """A rectangle of a tensor in a parameter of one rank."""
+def plan(spread: Spread, topology: Topology, itemsize: int, area_bytes: int) -> ReshardPlan:
+    """Choose a source for everything that is needed. Deterministic.
 
-    rank: int
-    param: str
-    local: Box
-
-
-@dataclass(frozen=True, slots=True)
-class _Need:
-    """A rectangle that a destination lacks, and who can give it."""
-
-    piece: Piece
-    destination: int
-    region: Box
-    held_region: Box  # that all holders hold
-    holders: tuple[_Held, ...]
-
-
-_Index = dict[str, dict[Box, list[_Held]]]
-
-
-def plan(
-    source: Sequence[Shard], destination: Sequence[Shard], itemsize: int, topology: Topology
-) -> ReshardPlan:
-    """Transfers that fill every destination piece exactly once.
-
-    A rectangle comes from the rank itself if it holds it, else from a rank of the same node, else
-    from any; among equals from the one that sends the fewest bytes. Deterministic.
+    A rank takes it from itself, else from its node, else from far, there from the same rail if
+    that costs no balance; among equals from the one that sends the fewest bytes.
 
     Args:
-        source, destination: shards by rank; the same ranks on both sides.
-        itemsize: bytes per element at the destination, for pieces without a dtype of their own.
+        itemsize: bytes per element at the destination, for places without a dtype of their own.
 
     Raises:
-        ValueError: some rectangle is held by no source rank.
+        ValueError: something is needed and held by no source rank; the area is too small.
     """
-    world = len(source)
-    if len(destination) != world or len(topology.nodes) != world:
+    if len(topology.nodes) != spread.world:
         raise ValueError(
-            f"plan needs shards and nodes of the same ranks: {world} source shards, "
-            f"{len(destination)} destination shards, {len(topology.nodes)} nodes"
+            f"{spread.world} ranks move weights, the topology has {len(topology.nodes)}"
         )
-    index = _index(source)
-    needs = [
-        need
-        for rank, shard in enumerate(destination)
-        for piece in shard
-        for need in _needs(piece, rank, index.get(piece.tensor, {}), topology)
-    ]
-    chosen = _choose_holders(needs, world)
-    transfers = tuple(
-        _transfer(need, held, itemsize) for need, held in zip(needs, chosen, strict=True)
-    )
-    return ReshardPlan(world, itemsize, transfers)
+    if area_bytes < MIN_AREA_BYTES:
+        raise ValueError(
+            f"a staging area of {area_bytes} bytes is below the least, {MIN_AREA_BYTES}"
+        )
+    limit = area_bytes // BUNDLES_PER_AREA // ALIGN_BYTES * ALIGN_BYTES
+    bundles = list(bundles_of(spread, topology, itemsize, limit))
+    moved = sum(bundle.num_bytes * bundle.flow.num_moved for bundle in bundles)
+    chooser = _Chooser(spread.world, topology.rails, int(RAIL_SLACK * moved / spread.world))
+    for bundle in bundles:
+        chooser.add_certain(bundle)
+    sendings: list[Sending | None] = [None] * len(bundles)
+    for i in sorted(range(len(bundles)), key=lambda i: -bundles[i].num_bytes):
+        sendings[i] = chooser.choose(bundles[i])
+    return ReshardPlan(spread, topology, itemsize, area_bytes, tuple(s for s in sendings if s))
 
 
-def _index(shards: Sequence[Shard]) -> _Index:
-    index: _Index = {}
-    for rank, shard in enumerate(shards):
-        for piece in shard:
-            regions = index.setdefault(piece.tensor, {})
-            regions.setdefault(piece.region, []).append(_Held(rank, piece.param, piece.local))
-    return index
+class _Chooser:
+    """Spreads what is sent over those that can send it."""
 
+    def __init__(self, world: int, rails: Sequence[int], slack_bytes: int) -> None:
+        self._sent = [0] * world
+        self._rails = rails
+        self._slack = slack_bytes
+        self._turn = 0
 
-def _needs(
-    piece: Piece, rank: int, regions: dict[Box, list[_Held]], topology: Topology
-) -> Iterator[_Need]:
-    """Cut ``piece`` along the regions that sources hold, nearest holders first."""
-    options = []
-    for region in regions:
-        common = intersect(piece.region, region)
-        if common is not None:
-            distance, holders = _nearest(regions[region], rank, topology)
-            options.append((distance, common, region, holders))
-    options.sort(key=lambda option: option[0])
-    missing = [piece.region]
-    for _, common, region, holders in options:
-        still_missing = []
-        for box in missing:
-            part = intersect(box, common)
-            if part is None:
-                still_missing.append(box)
-                continue
-            yield _Need(piece, rank, part, region, holders)
-            still_missing += _subtract(box, part)
-        missing = still_missing
-        if not missing:
-            return
-    raise ValueError(
-        f"{piece.tensor}{_show(missing[0])} is needed by rank {rank} for {piece.param} and held by "
-        f"no source rank ({len(regions)} regions of this tensor are held)"
-    )
+    def add_certain(self, bundle: Bundle) -> None:
+        """Count what has one sender only."""
+        sent, size, flow = self._sent, bundle.num_bytes, bundle.flow
+        for _, holders in flow.near:
+            if len(holders) == 1:
+                sent[holders[0]] += size
+        if len(flow.holders) == 1:
+            sent[flow.holders[0]] += size * len(flow.far)
 
+    def choose(self, bundle: Bundle) -> Sending:
+        flow, size = bundle.flow, bundle.num_bytes
+        near = []
+        for rank, holders in flow.near:
+            source = holders[0]
+            if len(holders) > 1:
+                source = min(holders, key=self._sent.__getitem__)
+                self._sent[source] += size
+            near.append((source, rank))
+        far = tuple(self._far(flow.holders, needers, size) for needers in flow.far)
+        return Sending(bundle, tuple(near), far)
 
-def _nearest(holders: list[_Held], rank: int, topology: Topology) -> tuple[int, tuple[_Held, ...]]:
-    """(0 itself, 1 same node, 2 any; the holders at that distance)."""
-    if len(holders) == 1:
-        held = holders[0]
-        near = topology.nodes[held.rank] == topology.nodes[rank]
-        return (0 if held.rank == rank else 1 if near else 2), (held,)
-    for held in holders:
-        if held.rank == rank:
-            return 0, (held,)
-    near_holders = tuple(h for h in holders if topology.nodes[h.rank] == topology.nodes[rank])
-    return (1, near_holders) if near_holders else (2, tuple(holders))
+    def _far(self, holders: tuple[int, ...], needers: tuple[int, ...], size: int) -> Far:
+        sent = self._sent
+        source = holders[0]
+        if len(holders) > 1:
+            source = self._least(self._candidates(holders), needers)
+            sent[source] += size
+        if len(needers) == 1:
+            return Far(source, needers[0], ())
+        landing = self._least(needers, (source,))
+        sent[landing] += size * (len(needers) - 1)
+        return Far(source, landing, tuple(rank for rank in needers if rank != landing))
 
+    def _candidates(self, holders: tuple[int, ...]) -> tuple[int, ...]:
+        if len(holders) <= MAX_CANDIDATES:
+            return holders
+        self._turn += MAX_CANDIDATES
+        at = self._turn % len(holders)
+        return (holders[at:] + holders[:at])[:MAX_CANDIDATES]
 
-def _choose_holders(needs: list[_Need], world: int) -> list[_Held]:
-    """One holder per need; those with a choice are spread by bytes sent, the largest first."""
-    sent = [0] * world
-    chosen: list[_Held] = []
-    open_choices: list[tuple[int, int]] = []
-    for i, need in enumerate(needs):
-        held = need.holders[0]
-        chosen.append(held)
-        if len(need.holders) > 1:
-            open_choices.append((-box_size(need.region), i))
-        elif held.rank != need.destination:
-            sent[held.rank] += box_size(need.region)
-    for negative_size, i in sorted(open_choices):
-        chosen[i] = min(needs[i].holders, key=lambda held: (sent[held.rank], held.rank))
-        sent[chosen[i].rank] -= negative_size
-    return chosen
-
-
-def _transfer(need: _Need, held: _Held, itemsize: int) -> Transfer:
-    piece = need.piece
-    return Transfer(
-        tensor=piece.tensor,
-        source=held.rank,
-        source_param=held.param,
-        source_box=_move(need.region, need.held_region, held.local),
-        destination=need.destination,
-        param=piece.param,
-        box=_move(need.region, piece.region, piece.local),
-        num_elements=box_size(need.region),
-        itemsize=itemsize if piece.dtype is None else ITEMSIZES[piece.dtype],
-        dtype=piece.dtype,
-    )
-
-
-def _move(part: Box, region: Box, local: Box) -> Box:
-    """Where ``part`` of ``region`` lies when ``region`` lies at ``local``.
-
-    ``local`` may have more dims in front (an expert stack); they keep their range.
-    """
-    if part == region:
-        return local
-    front = len(local) - len(region)
-    return local[:front] + tuple(
-        (start - origin + base, stop - origin + base)
-        for (start, stop), (origin, _), (base, _) in zip(part, region, local[front:], strict=True)
-    )
-
-
-def _subtract(box: Box, hole: Box) -> list[Box]:
-    """Disjoint rectangles that cover ``box`` outside ``hole``."""
-    if box == hole:
-        return []
-    common = intersect(box, hole)
-    if common is None:
-        return [box]
-    out: list[Box] = []
-    for dim, ((start, stop), (low, high)) in enumerate(zip(box, common, strict=True)):
-        before, after = common[:dim], box[dim + 1 :]
-        if start < low:
-            out.append((*before, (start, low), *after))
-        if high < stop:
-            out.append((*before, (high, stop), *after))
-    return out
-
-
-def _show(box: Box) -> str:
-    return "[" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]"
+    def _least(self, ranks: tuple[int, ...], peers: tuple[int, ...]) -> int:
+        """Who has sent the least; on the rail of a peer if that is about as good."""
+        sent, rails = self._sent, self._rails
+        best = min(ranks, key=sent.__getitem__)
+        wanted = {rails[peer] for peer in peers}
+        if rails[best] in wanted:
+            return best
+        same_rail = [rank for rank in ranks if rails[rank] in wanted]
+        if not same_rail:
+            return best
+        other = min(same_rail, key=sent.__getitem__)
+        return other if sent[other] <= sent[best] + self._slack else best

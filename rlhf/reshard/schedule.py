@@ -1,24 +1,49 @@
-"""A plan cut into rounds that fit a staging area, and one rank's share of them. Pure.
-
-In a round each rank sends at most one contiguous message to each peer. What arrives (and what the
-rank copies from itself) fits its incoming area, what it sends fits its outgoing area. All ranks
-compute the same rounds, so both ends of a message know its layout.
-"""
+"""One rank's share of a plan: the messages of its rounds, byte by byte. Pure."""
 
 from __future__ import annotations
 
-import heapq
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Literal
 
-from rlhf.reshard.plan import ReshardPlan, Transfer
-from rlhf.reshard.wire import ALIGN_BYTES, align
-from rlhf.weights.piece import Box
+from rlhf.reshard.plan import ReshardPlan, plan
+from rlhf.reshard.rounds import MAX_PEERS, Rows, assign_rounds
+from rlhf.reshard.topology import Topology
+from rlhf.reshard.wire import align
+from rlhf.weights.piece import FLOAT8, ITEMSIZES, Box, box_size, show_box
+from rlhf.weights.spread import EXPERT, Key, Place, Run, Seating, Spread
 
-SPLITS_PER_AREA = 4
-"""A transfer takes at most this part of an area, so that rounds fill up."""
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """``param[box]`` of the destination takes its values from ``source_param[source_box]``.
+
+    Of what a rank passes on, the source is its own destination parameter.
+    """
+
+    tensor: str
+    source: int
+    source_param: str
+    source_box: Box
+    destination: int
+    param: str
+    box: Box
+    num_elements: int
+    itemsize: int  # bytes per element in the destination's dtype
+    dtype: str | None  # of the destination, where it is not the model's
+    form: Literal["plain", "weight", "scale"] = "plain"
+    """The other two: block fp8, or its scales, are to be computed from the source's values."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * self.itemsize
+
+    def __str__(self) -> str:
+        return (
+            f"{self.tensor}: rank {self.source} {self.source_param}{show_box(self.source_box)} -> "
+            f"rank {self.destination} {self.param}{show_box(self.box)}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +53,8 @@ class Placed:
     transfer: Transfer
     offset: int
     num_bytes: int
+    relayed_from: int | None = None
+    """Where its bytes lie in the incoming area of RELAY_ROUNDS rounds before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,146 +94,157 @@ class RankPlan:
     outgoing_area_bytes: int
 
 
-_Item = tuple[int, Transfer]  # (round, transfer)
-
-
-def rank_plan(plan: ReshardPlan, rank: int, area_bytes: int) -> RankPlan:
+def rank_plan(
+    spread: Spread,
+    topology: Topology,
+    rank: int,
+    *,
+    itemsize: int,
+    area_bytes: int,
+    max_peers: int = MAX_PEERS,
+) -> RankPlan:
     """The rounds of ``rank``.
 
     Args:
+        itemsize: bytes per element at the destination, for places without a dtype of their own.
         area_bytes: no rank's incoming or outgoing bytes of a round exceed it.
+        max_peers: nor does it send to or receive from more ranks in one.
 
     Raises:
-        ValueError: the area is too small.
+        ValueError: something is needed and held by no rank; the area is too small.
     """
-    return rank_plans(plan, [rank], area_bytes)[0]
+    made = plan(spread, topology, itemsize, area_bytes)
+    return share(made, assign_rounds(made, max_peers), rank)
 
 
-def rank_plans(plan: ReshardPlan, ranks: Sequence[int], area_bytes: int) -> list[RankPlan]:
-    """The rounds of several ranks."""
-    smallest = SPLITS_PER_AREA * ALIGN_BYTES
-    if area_bytes < smallest:
-        raise ValueError(f"a staging area of {area_bytes} bytes is below the least, {smallest}")
-    assigned = _assign_rounds(plan, area_bytes)
-    num_rounds = 1 + max((number for number, _ in assigned), default=-1)
-    return [_share(plan, assigned, num_rounds, rank) for rank in ranks]
+def rank_plans(
+    spread: Spread,
+    topology: Topology,
+    *,
+    itemsize: int,
+    area_bytes: int,
+    max_peers: int = MAX_PEERS,
+) -> list[RankPlan]:
+    """The rounds of all ranks."""
+    made = plan(spread, topology, itemsize, area_bytes)
+    rows = assign_rounds(made, max_peers)
+    return [share(made, rows, rank) for rank in range(spread.world)]
 
 
-def _assign_rounds(plan: ReshardPlan, area_bytes: int) -> list[_Item]:
-    """First round with room at both ends, for all transfers in the order of their progress."""
-    limit = area_bytes // SPLITS_PER_AREA // ALIGN_BYTES * ALIGN_BYTES
-    used_in: list[list[int]] = [[] for _ in range(plan.world)]
-    used_out: list[list[int]] = [[] for _ in range(plan.world)]
-    first_in, first_out = [0] * plan.world, [0] * plan.world
-    nearly_full = area_bytes - area_bytes // 64
-    out: list[_Item] = []
-    for transfer in _in_order(plan, limit):
-        size = align(transfer.num_bytes)
-        ends = [(used_in[transfer.destination], first_in, transfer.destination)]
-        if transfer.source != transfer.destination:
-            ends.append((used_out[transfer.source], first_out, transfer.source))
-        number = max(first[rank] for _, first, rank in ends)
-        while any(number < len(used) and used[number] + size > area_bytes for used, _, _ in ends):
-            number += 1
-        for used, first, rank in ends:
-            used.extend([0] * (number + 1 - len(used)))
-            used[number] += size
-            while first[rank] < len(used) and used[first[rank]] >= nearly_full:
-                first[rank] += 1
-        out.append((number, transfer))
-    return out
+def share(made: ReshardPlan, rows: Rows, rank: int) -> RankPlan:
+    """What ``rank`` does of the plan's rows."""
+    mine = _Share(made, rank)
+    for i in _rows_of(rows, rank):
+        mine.add(rows.bundle[i], rows.source[i], rows.destination[i], rows.round[i])
+    return mine.rank_plan(rows.num_rounds)
 
 
-def _in_order(plan: ReshardPlan, limit_bytes: int) -> Iterator[Transfer]:
-    """Transfers by how much of their destination's local or remote bytes goes before them.
-
-    So every round has its part of both, and the wire works while the rank copies. A destination
-    takes its sources in turn, starting behind its own rank: no source is asked by all at once.
-    """
-    queues: dict[tuple[int, bool], list[Transfer]] = defaultdict(list)
-    for transfer in plan.transfers:
-        local = transfer.source == transfer.destination
-        queues[transfer.destination, local] += _split(transfer, limit_bytes)
-    streams = []
-    for (destination, local), transfers in sorted(queues.items()):
-        if not local:
-            transfers.sort(key=lambda t, d=destination: (t.source - d) % plan.world)  # type: ignore[misc]
-        streams.append(_with_progress(transfers, destination, local))
-    for *_, transfer in heapq.merge(*streams, key=lambda item: item[:4]):
-        yield transfer
+def _rows_of(rows: Rows, rank: int) -> Sequence[int]:
+    sources, ranks = rows.source, rows.destination
+    return [i for i in range(len(sources)) if sources[i] == rank or ranks[i] == rank]
 
 
-def _with_progress(
-    transfers: list[Transfer], destination: int, local: bool
-) -> Iterator[tuple[float, int, bool, int, Transfer]]:
-    total = sum(t.num_elements for t in transfers)
-    before = 0
-    for i, transfer in enumerate(transfers):
-        yield before / total, destination, local, i, transfer
-        before += transfer.num_elements
+_Row = tuple[int, int, int]  # sending, source, destination
 
 
-def _split(transfer: Transfer, limit_bytes: int) -> list[Transfer]:
-    """The transfer in parts of at most ``limit_bytes``, cut along its outer dims."""
-    if transfer.num_bytes <= limit_bytes:
-        return [transfer]
-    sizes = [stop - start for start, stop in transfer.box]
-    dim = next(i for i, size in enumerate(sizes) if size > 1)
-    per_index = math.prod(sizes[dim + 1 :])
-    step = max(1, limit_bytes // transfer.itemsize // per_index)
-    from_end = len(sizes) - dim
-    parts = [
-        replace(
-            transfer,
-            box=_narrow(transfer.box, from_end, begin, min(begin + step, sizes[dim])),
-            source_box=_narrow(transfer.source_box, from_end, begin, min(begin + step, sizes[dim])),
-            num_elements=per_index * (min(begin + step, sizes[dim]) - begin),
+class _Share:
+    """Collects one rank's rows and lays them out."""
+
+    def __init__(self, made: ReshardPlan, rank: int) -> None:
+        self._made = made
+        self._rank = rank
+        self._incoming: dict[int, dict[int, list[_Row]]] = defaultdict(lambda: defaultdict(list))
+        self._outgoing: dict[int, dict[int, list[_Row]]] = defaultdict(lambda: defaultdict(list))
+        self._came_to: dict[int, int] = {}  # sending -> its offset in its round's incoming area
+
+    def add(self, sending: int, source: int, destination: int, number: int) -> None:
+        row = (sending, source, destination)
+        if destination == self._rank:
+            self._incoming[number][source].append(row)
+        else:
+            self._outgoing[number][destination].append(row)
+
+    def rank_plan(self, num_rounds: int) -> RankPlan:
+        rounds, in_peak, out_peak = [], 0, 0
+        for number in range(num_rounds):
+            arriving = self._incoming.get(number, {})
+            local = arriving.pop(self._rank, [])
+            messages, at = self._messages(arriving)
+            placed, in_bytes = self._place(local, at)
+            sent, out_bytes = self._messages(self._outgoing.get(number, {}))
+            rounds.append(Round(messages, sent, placed))
+            in_peak, out_peak = max(in_peak, in_bytes), max(out_peak, out_bytes)
+        return RankPlan(self._rank, self._made.itemsize, tuple(rounds), in_peak, out_peak)
+
+    def _messages(self, by_peer: dict[int, list[_Row]]) -> tuple[tuple[Message, ...], int]:
+        """Messages back to back, peers ascending; and where they end."""
+        out, at = [], 0
+        for peer in sorted(by_peer):
+            parts, end = self._place(by_peer[peer], at)
+            out.append(Message(peer, at, end - at, parts))
+            at = end
+        return tuple(out), at
+
+    def _place(self, rows: Sequence[_Row], at: int) -> tuple[tuple[Placed, ...], int]:
+        """Aligned places from ``at`` on, and where they end."""
+        out = []
+        for sending, source, destination in rows:
+            relay = self._came_to.get(sending) if destination != self._rank else None
+            start = at
+            for transfer in _transfers(self._made, sending, source, destination):
+                from_ = None if relay is None else relay + at - start
+                out.append(Placed(transfer, at, transfer.num_bytes, from_))
+                at += align(transfer.num_bytes)
+            if destination == self._rank and source != destination:
+                self._came_to[sending] = start
+        return tuple(out), at
+
+
+def _transfers(
+    made: ReshardPlan, sending: int, source: int, destination: int
+) -> Iterator[Transfer]:
+    bundle, spread = made.sendings[sending].bundle, made.spread
+    run, is_holder = bundle.run, source in bundle.flow.holders
+    seating, key = (spread.source, run.source) if is_holder else _destination(spread, run)
+    pairs = [
+        (
+            atom,
+            _place_on(source, atom.source if is_holder else atom.destination, seating, key),
+            _place_on(destination, atom.destination, *_destination(spread, run)),
         )
-        for begin in range(0, sizes[dim], step)
+        for atom in bundle.atoms
     ]
-    return [small for part in parts for small in _split(part, limit_bytes)]
+    for instance in run.instances[bundle.first : bundle.stop]:
+        # who is no holder passes on what came to itself
+        at, to = instance.source if is_holder else instance.destination, instance.destination
+        for atom, place, target in pairs:
+            yield Transfer(
+                tensor=instance.prefix + atom.name.replace(EXPERT, str(instance.expert)),
+                source=source,
+                source_param=at.param(place),
+                source_box=at.box(place, atom.region),
+                destination=destination,
+                param=to.param(target),
+                box=to.box(target, atom.region),
+                num_elements=box_size(atom.region),
+                itemsize=made.itemsize if target.dtype is None else ITEMSIZES[target.dtype],
+                dtype=target.dtype,
+                form=_form(place, target) if is_holder else "plain",
+            )
 
 
-def _narrow(box: Box, from_end: int, begin: int, end: int) -> Box:
-    """Indices [begin, end) of the box's dim that is ``from_end``-th from the end."""
-    dim = len(box) - from_end
-    start = box[dim][0]
-    return (*box[:dim], (start + begin, start + end), *box[dim + 1 :])
+def _form(source: Place, destination: Place) -> Literal["plain", "weight", "scale"]:
+    if source.scales:
+        return "scale"
+    return "weight" if destination.dtype == FLOAT8 != source.dtype else "plain"
 
 
-def _share(plan: ReshardPlan, assigned: list[_Item], num_rounds: int, rank: int) -> RankPlan:
-    incoming: list[dict[int, list[Transfer]]] = [defaultdict(list) for _ in range(num_rounds)]
-    outgoing: list[dict[int, list[Transfer]]] = [defaultdict(list) for _ in range(num_rounds)]
-    for number, transfer in assigned:
-        if transfer.destination == rank:
-            incoming[number][transfer.source].append(transfer)
-        elif transfer.source == rank:
-            outgoing[number][transfer.destination].append(transfer)
-    rounds, in_peak, out_peak = [], 0, 0
-    for arriving, leaving in zip(incoming, outgoing, strict=True):
-        local = arriving.pop(rank, [])
-        messages, at = _messages(arriving)
-        placed, in_bytes = _place(local, at)
-        sent, out_bytes = _messages(leaving)
-        rounds.append(Round(messages, sent, placed))
-        in_peak, out_peak = max(in_peak, in_bytes), max(out_peak, out_bytes)
-    return RankPlan(rank, plan.itemsize, tuple(rounds), in_peak, out_peak)
+def _destination(spread: Spread, run: Run) -> tuple[Seating, Key]:
+    return spread.destination, run.destination
 
 
-def _messages(by_peer: dict[int, list[Transfer]]) -> tuple[tuple[Message, ...], int]:
-    """Messages back to back, peers ascending; and where they end."""
-    out, at = [], 0
-    for peer in sorted(by_peer):
-        parts, end = _place(by_peer[peer], at)
-        out.append(Message(peer, at, end - at, parts))
-        at = end
-    return tuple(out), at
-
-
-def _place(transfers: Sequence[Transfer], at: int) -> tuple[tuple[Placed, ...], int]:
-    """Aligned places from ``at`` on, and where they end."""
-    out = []
-    for transfer in transfers:
-        out.append(Placed(transfer, at, transfer.num_bytes))
-        at += align(transfer.num_bytes)
-    return tuple(out), at
+def _place_on(rank: int, places: tuple[Place, ...], seating: Seating, key: Key) -> Place:
+    """The place that is on ``rank``, of several."""
+    if len(places) == 1:
+        return places[0]
+    return next(place for place in places if rank in seating.ranks(place.seats, key))

@@ -8,10 +8,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from rlhf.reshard.pack import part_view, slices_of
 from rlhf.reshard.polling import Poll
 from rlhf.reshard.schedule import Placed, RankPlan
 from rlhf.reshard.windows import Window
-from rlhf.weights.piece import Box
+from rlhf.reshard.wire import align
 
 
 class Target(Protocol):
@@ -30,8 +31,12 @@ class Target(Protocol):
         """The incoming area of round ``number``, uint8, once it may be overwritten."""
         ...
 
-    def put_local(self, number: int, index: int, values: Tensor) -> None:
-        """Take the values of the round's ``index``-th local transfer."""
+    def area(self, number: int) -> Tensor:
+        """The incoming area of round ``number``, of which two are kept."""
+        ...
+
+    def local_view(self, number: int, index: int) -> Tensor:
+        """Where the values of the round's ``index``-th local transfer go."""
         ...
 
     def deliver(self, number: int) -> None:
@@ -45,23 +50,6 @@ class Target(Protocol):
     def abandon(self) -> None:
         """The movement failed; leave the destination half written."""
         ...
-
-
-def rectangle(tensor: Tensor, box: Box) -> Tensor:
-    """``tensor[box]`` without gradient; a view."""
-    return tensor.detach()[tuple(slice(start, stop) for start, stop in box)]
-
-
-def part_view(area: Tensor, placed: Placed, dtype: torch.dtype) -> Tensor:
-    """The bytes of one transfer as a contiguous tensor of its source's shape; a view.
-
-    Args:
-        dtype: the model's; a transfer may have its own.
-    """
-    own = placed.transfer.dtype
-    data = area[placed.offset : placed.offset + placed.num_bytes]
-    data = data.view(dtype if own is None else getattr(torch, own))
-    return data.view([stop - start for start, stop in placed.transfer.source_box])
 
 
 class EngineTarget:
@@ -96,8 +84,11 @@ class EngineTarget:
         self._window.wait_done(number - 1, self._limit_s, poll)
         return self._window.area(number)
 
-    def put_local(self, number: int, index: int, values: Tensor) -> None:
-        self._local_views[number][index].copy_(values)
+    def area(self, number: int) -> Tensor:
+        return self._window.area(number)
+
+    def local_view(self, number: int, index: int) -> Tensor:
+        return self._local_views[number][index]
 
     def deliver(self, number: int) -> None:
         self._window.post(number + 1)
@@ -129,26 +120,31 @@ class TensorTarget:
         for round_ in plan.rounds:
             for placed in round_.arriving:
                 _check_destination(placed, tensors)
-        size = max((m.offset + m.num_bytes for r in plan.rounds for m in r.incoming), default=0)
-        self._area = torch.empty(size, dtype=torch.uint8, device=device)
+        ends = (m.offset + m.num_bytes for r in plan.rounds for m in r.incoming)
+        size = align(max(ends, default=0))
+        self._areas = torch.empty(2, size, dtype=torch.uint8, device=device)
 
     @property
     def staging_bytes(self) -> int:
-        return self._area.numel()
+        return self._areas.numel()
 
     def begin(self, poll: Poll) -> None:
         pass
 
     def reserve(self, number: int, poll: Poll) -> Tensor:
-        return self._area
+        return self.area(number)
 
-    def put_local(self, number: int, index: int, values: Tensor) -> None:
-        self._write(self._plan.rounds[number].local[index], values)
+    def area(self, number: int) -> Tensor:
+        return self._areas[number % 2]
+
+    def local_view(self, number: int, index: int) -> Tensor:
+        placed = self._plan.rounds[number].local[index]
+        return self._tensors[placed.transfer.param].detach()[slices_of(placed.transfer.box)]
 
     def deliver(self, number: int) -> None:
         for message in self._plan.rounds[number].incoming:
             for placed in message.parts:
-                self._write(placed, part_view(self._area, placed, self._dtype))
+                self._write(placed, part_view(self.area(number), placed, self._dtype))
 
     def finish(self, poll: Poll) -> None:
         pass
@@ -157,8 +153,8 @@ class TensorTarget:
         pass
 
     def _write(self, placed: Placed, values: Tensor) -> None:
-        view = rectangle(self._tensors[placed.transfer.param], placed.transfer.box)
-        view.copy_(values.reshape(view.shape))
+        transfer = placed.transfer
+        self._tensors[transfer.param].detach()[slices_of(transfer.box)].copy_(values)
 
 
 def _check_destination(placed: Placed, tensors: Mapping[str, Tensor]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rlhf.weights.piece import FLOAT32, Box, Piece
+from rlhf.weights.piece import FLOAT32, Box, Piece, show_box
 
 BLOCK = 128
 """Rows and columns of a block."""
@@ -19,6 +19,11 @@ _SUFFIX = "_scale_inv"
 def scale_name(weight: str) -> str:
     """Name of the scales of a weight, a tensor's or a parameter's."""
     return weight + _SUFFIX
+
+
+def weight_name(scale: str) -> str:
+    """Name of the weight of which a tensor has the scales."""
+    return scale.removesuffix(_SUFFIX)
 
 
 def is_scale(name: str) -> bool:
@@ -67,23 +72,19 @@ def scale_piece(weight: Piece, shape: Sequence[int]) -> Piece:
     return Piece(scale_name(weight.tensor), region, weight.param, weight.local, FLOAT32)
 
 
-def weight_box(scales: Box, held: Piece) -> Box:
+def weight_box(scales: Box, region: Box, local: Box) -> Box:
     """Where the weights lie of which ``scales`` are the scales.
 
     Args:
-        scales: a rectangle inside ``held.region``.
-        held: made by :func:`scale_piece`.
+        scales: a rectangle inside ``region``.
+        region, local: scales of a held weight, and where that weight lies; as in the piece that
+            :func:`scale_piece` makes.
 
     Returns:
-        A rectangle of the parameter ``held.param``, with the dims of ``held.local``.
+        A rectangle of the parameter, with the dims of ``local``.
     """
-    front, matrix = held.local[:-2], held.local[-2:]
+    front, matrix = local[:-2], local[-2:]
     return front + tuple(
         (low + (start - origin) * BLOCK, min(low + (stop - origin) * BLOCK, high))
-        for (start, stop), (origin, _), (low, high) in zip(scales, held.region, matrix, strict=True)
+        for (start, stop), (origin, _), (low, high) in zip(scales, region, matrix, strict=True)
     )
-
-
-def show_box(box: Box) -> str:
-    """``[0:4, 2:6]``."""
-    return "[" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]"

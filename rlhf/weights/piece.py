@@ -46,3 +46,22 @@ def intersect(a: Box, b: Box) -> Box | None:
     """The common rectangle of two boxes of one tensor, or None."""
     out = tuple((max(p[0], q[0]), min(p[1], q[1])) for p, q in zip(a, b, strict=True))
     return out if all(start < stop for start, stop in out) else None
+
+
+def show_box(box: Box) -> str:
+    """``[0:4, 2:6]``."""
+    return "[" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]"
+
+
+def moved_box(part: Box, region: Box, local: Box) -> Box:
+    """Where ``part`` of ``region`` lies when ``region`` lies at ``local``.
+
+    ``local`` may have more dims in front (an expert stack); they keep their range.
+    """
+    if part == region:
+        return local
+    front = len(local) - len(region)
+    return local[:front] + tuple(
+        (start - origin + base, stop - origin + base)
+        for (start, stop), (origin, _), (base, _) in zip(part, region, local[front:], strict=True)
+    )

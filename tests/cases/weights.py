@@ -12,12 +12,14 @@ import torch
 
 from rlhf.config.check import stage_faults
 from rlhf.dist.layout import LayoutError, RolloutLayout, TrainLayout
-from rlhf.reshard.plan import Topology, plan
+from rlhf.reshard.schedule import rank_plan
+from rlhf.reshard.topology import Topology
 from rlhf.weights.block_scales import BLOCK, scale_shape, split_blocks
 from rlhf.weights.families import (
     full_shapes,
     local_experts,
     pad_vocab,
+    reshard_spread,
     rollout_pieces,
     train_pieces,
 )
@@ -72,10 +74,16 @@ def gate_up_reshard(case: Case) -> Case:
             (start, stop), (at, _) = piece.region[0], piece.local[0]
             kind = "g" if "gate_proj" in piece.tensor else "u"
             held[rank].update((at + i, f"{kind}{start + i}") for i in range(stop - start))
-    destination = [rollout_pieces(shape, rollout, r) for r in range(world)]
+    mine = rank_plan(
+        reshard_spread(shape, train, rollout),
+        Topology.of(world, world),
+        case["rollout_rank"],
+        itemsize=4,
+        area_bytes=2**20,
+    )
     rows: dict[int, str] = {}
-    for move in plan(source, destination, 4, Topology.of(world, world)).transfers:
-        if move.destination == case["rollout_rank"] and "gate_up_proj" in move.param:
+    for move in (placed.transfer for round_ in mine.rounds for placed in round_.arriving):
+        if "gate_up_proj" in move.param:
             (start, stop), (at, _) = move.source_box[0], move.box[0]
             rows.update((at + i, held[move.source][start + i]) for i in range(stop - start))
     return {"rows": [rows[i] for i in sorted(rows)]}

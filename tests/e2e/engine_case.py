@@ -18,8 +18,8 @@ from rlhf.builder import routed_layers
 from rlhf.dist.layout import RolloutLayout
 from rlhf.platform.sglang_cpu import murmur_hash32
 from rlhf.reshard.execute import Mover
-from rlhf.reshard.plan import Topology, plan
 from rlhf.reshard.schedule import rank_plans
+from rlhf.reshard.topology import Topology
 from rlhf.reshard.transport import LocalTransport
 from rlhf.reshard.windows import Window
 from rlhf.rollout.engine import Completion, EngineSpec, SampleRequest
@@ -27,6 +27,7 @@ from rlhf.rollout.host_client import EngineHost
 from rlhf.rollout.zygote import Zygote
 from rlhf.weights.families import full_pieces, rollout_padding_params, rollout_pieces
 from rlhf.weights.model_shape import load_model_shape
+from rlhf.weights.spread import spread_of_shards
 from tests.helpers.movers import in_threads, no_poll
 
 AREA_BYTES = 1 << 17
@@ -76,8 +77,12 @@ class EngineCase:
         ranks = range(layout.world)
         held = full_pieces(self.shape)
         needed = [rollout_pieces(self.shape, layout, rank) for rank in ranks]
-        itemsize = getattr(torch, self.spec.dtype).itemsize
-        all_transfers = plan([held] * layout.world, needed, itemsize, Topology.of(layout.world, 8))
+        plans = rank_plans(
+            spread_of_shards([held] * layout.world, needed),
+            Topology.of(layout.world, 8),
+            itemsize=getattr(torch, self.spec.dtype).itemsize,
+            area_bytes=AREA_BYTES,
+        )
         self._movers = [
             Mover(
                 part,
@@ -88,7 +93,7 @@ class EngineCase:
                 limit_s=LIMIT_S,
                 padding_params=rollout_padding_params(self.shape, layout, part.rank),
             )
-            for part in rank_plans(all_transfers, ranks, AREA_BYTES)
+            for part in plans
         ]
         self.engine.call_loader([mover.open_message() for mover in self._movers])
         for mover in self._movers:

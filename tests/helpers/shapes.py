@@ -140,12 +140,14 @@ def _admits(shape: ModelShape, grid: dict[str, Any]) -> bool:
 def rollout_layouts(draw: st.DrawFn, shape: ModelShape, world: int | None = None) -> RolloutLayout:
     """A layout that the model admits."""
     sizes = [world] if world is not None else [1, 2, 3, 4, 6, 8, 16]
-    experts = [(1, "none"), (2, "none"), (4, "none"), (2, "deepep")] if shape.moe else [(1, "none")]
+    experts = [(1, "none", 0)]
+    if shape.moe:
+        experts += [(2, "none", 0), (4, "none", 0), (2, "deepep", 0), (2, "none", 4)]
     candidates = []
     for size, tp, pp, dp in product(sizes, (1, 2, 4, 8), (1, 2, 3), (1, 2)):
-        for ep, a2a in experts:
+        for ep, a2a, redundant in experts:
             try:
-                layout = RolloutLayout(size, tp=tp, pp=pp, dp=dp, ep=ep, a2a=a2a)
+                layout = RolloutLayout(size, tp, dp, ep, pp, a2a, redundant_experts=redundant)
                 check_rollout(shape, layout)
             except LayoutError:
                 continue

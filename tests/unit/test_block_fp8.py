@@ -163,7 +163,7 @@ def test_scales_of_any_part_of_a_shard_come_from_the_weights_under_them(data):
         data.draw(st.tuples(st.integers(a, b), st.integers(a, b)).filter(lambda c: c[0] < c[1]))
         for a, b in held.region
     )
-    part = param[slices(weight_box(need, held))]
+    part = param[slices(weight_box(need, held.region, held.local))]
     got = torch.empty(scale_shape(part.shape))
     assert not pack(part, "scale", got)
     assert torch.equal(got[0], quantize(whole)[1][slices(need)])

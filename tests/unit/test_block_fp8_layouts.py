@@ -136,7 +136,7 @@ def _check_rectangle(need, shards, sizes, wanted):
             done.add(part)
             covered += box_size(part)
             if is_scale(need.tensor):
-                source = params[held.param][slices(weight_box(part, held))]
+                source = params[held.param][slices(weight_box(part, held.region, held.local))]
                 out = torch.empty([b - a for a, b in part])
                 pack(source, "scale", out)
                 assert torch.equal(out, wanted[need.tensor][slices(part)])

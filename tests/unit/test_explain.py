@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 from rlhf.dist.layout import RolloutLayout, TrainLayout
 from rlhf.reshard.explain import MESSAGE_S, Link, Moves, Speeds, Weights, explain, links_of
 from rlhf.reshard.explain_picture import check_picture, draw_moves, sent_matrix
+from rlhf.reshard.explain_plan import plan_moves
 from rlhf.reshard.explain_text import explanation_text, rollout_words, train_words
-from rlhf.reshard.plan import Topology, plan
-from rlhf.reshard.schedule import rank_plans
-from rlhf.weights.families import rollout_pieces, train_pieces
-from tests.helpers.moves import moves_of
+from rlhf.reshard.topology import Topology
+from rlhf.weights.families import reshard_spread
 from tests.helpers.reshard_oracle import count_costs
 from tests.helpers.shapes import rollout_layouts, shapes, train_layouts
 
@@ -107,18 +106,15 @@ def _plans(draw: st.DrawFn):
 @given(_plans())
 def test_real_plans_move_what_the_independent_count_says(move):
     shape, train, rollout = move
-    world, nodes = train.world, tuple(rank // 2 for rank in range(train.world))
+    nodes = tuple(rank // 2 for rank in range(train.world))
     costs = count_costs(shape, train, rollout, nodes)
-    made = plan(
-        [train_pieces(shape, train, rank) for rank in range(world)],
-        [rollout_pieces(shape, rollout, rank) for rank in range(world)],
-        2,
-        Topology(nodes),
+    moves = plan_moves(
+        reshard_spread(shape, train, rollout), Topology(nodes), itemsize=2, area_bytes=4096
     )
-    moves = moves_of(rank_plans(made, range(world), 4096), costs)
     got = explain(moves, nodes, Weights(costs.model, costs.train_shard_mean), SPEEDS)
     assert got.moved_bytes_total == costs.lower_bound == got.lower_bound_bytes
-    assert got.cross_node_bytes_total >= costs.cross_node_lower_bound
+    assert got.cross_node_bytes_total == costs.cross_node_lower_bound
+    assert got.cross_node_lower_bound_bytes == costs.cross_node_lower_bound
     assert got.rollout_shard_bytes_mean == pytest.approx(costs.rollout_shard_mean)
     assert got.moved_bytes_per_rank_max == max(costs.lower_bound_by_rank)
     assert sum(got.bytes_by_link.values()) == sum(costs.rollout_shards)

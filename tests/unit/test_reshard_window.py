@@ -12,8 +12,8 @@ import torch
 
 from rlhf.dist.layout import RolloutLayout, TrainLayout
 from rlhf.reshard.execute import Mover
-from rlhf.reshard.plan import Topology, plan
 from rlhf.reshard.schedule import rank_plan
+from rlhf.reshard.topology import Topology
 from rlhf.reshard.transport import LocalHub
 from rlhf.reshard.windows import ReceiverError, Window, allocator_settings, plain_segments
 from rlhf.reshard.wire import Word
@@ -25,6 +25,7 @@ from rlhf.weights.families import (
     train_param_shapes,
     train_pieces,
 )
+from rlhf.weights.spread import spread_of_shards
 from tests.helpers.movers import in_threads, no_poll
 from tests.helpers.shapes import make_shape
 from tests.helpers.shards import coded_tensors, cut, dtypes_of, dummy_engine
@@ -42,8 +43,13 @@ class OneRank:
         source = train_pieces(shape, TRAIN, 0)
         self.full = coded_tensors(full_shapes(shape), torch.float32)
         self.params = cut(self.full, source, train_param_shapes(shape, TRAIN, 0))
-        made = plan([source], [self.pieces], dtype.itemsize, Topology.of(1, 1))
-        mine = rank_plan(made, 0, area_bytes)
+        mine = rank_plan(
+            spread_of_shards([source], [self.pieces]),
+            Topology.of(1, 1),
+            0,
+            itemsize=dtype.itemsize,
+            area_bytes=area_bytes,
+        )
         self.window = Window(mine.incoming_area_bytes)
         self.mover = Mover(
             mine,

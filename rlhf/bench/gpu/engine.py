@@ -15,8 +15,8 @@ from torch import Tensor
 from rlhf.bench.gpu.check import Figures, Sizes, free_gib, require
 from rlhf.dist.layout import RolloutLayout
 from rlhf.reshard.execute import Mover
-from rlhf.reshard.plan import Topology, plan
 from rlhf.reshard.schedule import rank_plan
+from rlhf.reshard.topology import Topology
 from rlhf.reshard.transport import LocalHub
 from rlhf.reshard.windows import Window
 from rlhf.rollout.engine import Completion, EngineSpec, SampleRequest
@@ -29,6 +29,7 @@ from rlhf.weights.families import (
 )
 from rlhf.weights.hf_checkpoint import load_pieces
 from rlhf.weights.model_shape import load_model_shape
+from rlhf.weights.spread import spread_of_shards
 
 AREA_BYTES = 2**20
 LIMIT_S = 60.0
@@ -122,8 +123,13 @@ class _Engine:
         load_pieces(folder, full_pieces(shape), self.params)
         layout = RolloutLayout(1)
         needed = rollout_pieces(shape, layout, 0)
-        whole = plan([full_pieces(shape)], [needed], dtype.itemsize, Topology.of(1, 1))
-        mine = rank_plan(whole, 0, AREA_BYTES)
+        mine = rank_plan(
+            spread_of_shards([full_pieces(shape)], [needed]),
+            Topology.of(1, 1),
+            0,
+            itemsize=dtype.itemsize,
+            area_bytes=AREA_BYTES,
+        )
         self.mover = Mover(
             mine,
             self.params,

@@ -1,5 +1,6 @@
 """How each model family's weights lie in Megatron and in SGLang, as tables, and their reader."""
 
+from rlhf.weights.families.bands import reshard_spread, restore_spread
 from rlhf.weights.families.block_cuts import (
     check_blocks,
     engine_block_faults,
@@ -14,11 +15,11 @@ from rlhf.weights.families.checks import (
     rollout_faults,
     train_faults,
 )
+from rlhf.weights.families.grids import local_experts
 from rlhf.weights.families.layouts import (
     engine_layers,
     full_pieces,
     full_shapes,
-    local_experts,
     mtp_layers,
     rollout_padding_params,
     rollout_param_shapes,
@@ -40,6 +41,8 @@ __all__ = [
     "mtp_layers",
     "pad_vocab",
     "padded_vocab",
+    "reshard_spread",
+    "restore_spread",
     "rollout_faults",
     "rollout_padding_params",
     "rollout_param_shapes",

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from rlhf.dist.layout import LayoutError, RolloutLayout, TrainLayout
-from rlhf.weights.block_scales import BLOCK, show_box, split_blocks
+from rlhf.weights.block_scales import BLOCK, split_blocks
 from rlhf.weights.families.layouts import full_shapes, rollout_pieces, train_pieces
 from rlhf.weights.families.table import family_of
 from rlhf.weights.model_shape import ModelShape
-from rlhf.weights.piece import Piece
+from rlhf.weights.piece import Piece, show_box
 
 _QUANTIZATION = "rollout.quantization"
 _LAYER = re.compile(r"(?<=layers\.)\d+|(?<=experts\.)\d+")

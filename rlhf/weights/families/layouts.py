@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from rlhf.dist.layout import LayoutError, RolloutLayout, TrainLayout
 from rlhf.weights.families.blocks import OUTER_TENSORS, TIED, TRAIN_OUTER, rollout_outer
-from rlhf.weights.families.checks import check_rollout, check_train, engine_vocab, padded_vocab
-from rlhf.weights.families.family import Block, Dims, Family, Outer, Stage
+from rlhf.weights.families.checks import check_rollout, check_train
+from rlhf.weights.families.family import Block, Family, Outer, Stage
+from rlhf.weights.families.grids import (
+    Grid,
+    frame_of,
+    rollout_grid,
+    shapes_of,
+    train_grid,
+)
 from rlhf.weights.families.mtp import (
     DRAFT_PREFIX,
     TRAIN_PREFIX,
@@ -16,11 +23,12 @@ from rlhf.weights.families.mtp import (
     mtp_block,
     mtp_faults,
 )
-from rlhf.weights.families.operations import EXPERT, Frame, Group, GroupName, Laid, Operation, Shape
+from rlhf.weights.families.operations import Laid, Operation, Shape
 from rlhf.weights.families.quantized import quantized
 from rlhf.weights.families.table import family_of
 from rlhf.weights.model_shape import ModelShape
 from rlhf.weights.piece import FLOAT32, Piece, full_box
+from rlhf.weights.spread import EXPERT
 
 HF_LAYER_PREFIX = "model.layers.{layer}."
 
@@ -43,9 +51,7 @@ class _Side:
     outer: tuple[Outer, ...]
     layer_prefix: str  # with {layer}
     layer: Callable[[Block], Mapping[str, Operation]]
-    groups: Mapping[GroupName, Group]
-    experts: Sequence[int]  # global numbers of the rank's
-    vocab_rows: int  # padding included
+    grid: Grid
     chunks: list[_Chunk]
     mtp_prefix: str | None = None  # with {index}; of MTP layers, which are on the last chunk
 
@@ -73,9 +79,9 @@ def full_pieces(shape: ModelShape, *, mtp: bool = False) -> list[Piece]:
     """
     family = family_of(shape)
     outer = {n: d for n, d in OUTER_TENSORS.items() if not (shape.tied_embeddings and n in TIED)}
-    out = [_full_piece(name, dims) for name, dims in _shapes(shape, outer).items()]
+    out = [_full_piece(name, dims) for name, dims in shapes_of(shape, outer).items()]
     by_kind = {
-        has_experts: _full_layer(shape, _layer(family, has_experts))
+        has_experts: _full_layer(shape, layer_block(family, has_experts))
         for has_experts in {shape.has_experts(n) for n in range(shape.num_layers)}
     }
     for number in range(shape.num_layers):
@@ -167,6 +173,10 @@ def engine_layers(num_layers: int, pp: int, stage: int) -> range:
 
 def _train_params(shape: ModelShape, layout: TrainLayout, rank: int, mtp: bool) -> Iterator[_Param]:
     check_train(shape, layout)
+    return _params(shape, _train_side(shape, layout, rank, mtp))
+
+
+def _train_side(shape: ModelShape, layout: TrainLayout, rank: int, mtp: bool = False) -> _Side:
     at = layout.coord(rank)
     chunks = [
         _Chunk(
@@ -178,17 +188,14 @@ def _train_params(shape: ModelShape, layout: TrainLayout, rank: int, mtp: bool) 
         )
         for v in range(layout.vpp)
     ]
-    side = _Side(
+    return _Side(
         outer=TRAIN_OUTER,
         layer_prefix="decoder.layers.{layer}.",
         layer=lambda block: block.train,
-        groups={"tp": Group(layout.tp, at.tp), "expert": Group(layout.expert_tp, at.etp)},
-        experts=local_experts(shape, layout.ep, at.ep),
-        vocab_rows=padded_vocab(shape, layout.tp),
+        grid=train_grid(shape, layout, rank),
         chunks=chunks,
         mtp_prefix=TRAIN_PREFIX if mtp else None,
     )
-    return _params(shape, side)
 
 
 def _rollout_params(
@@ -197,50 +204,39 @@ def _rollout_params(
     check_rollout(shape, layout)
     if mtp and (faults := list(draft_faults(shape.num_mtp_layers, layout.pp))):
         raise LayoutError(faults)
+    return _params(shape, _rollout_side(shape, layout, rank, mtp))
+
+
+def _rollout_side(shape: ModelShape, layout: RolloutLayout, rank: int, mtp: bool = False) -> _Side:
     at = layout.coord(rank)
-    everywhere, tp = Group(1, 0), Group(layout.tp, at.tp)
-    groups: dict[GroupName, Group] = {
-        "tp": tp,
-        "attention": Group(layout.attention_tp, at.tp % layout.attention_tp),
-        "dense": everywhere if layout.dp > 1 else tp,
-        "shared": everywhere if layout.a2a == "deepep" else tp,
-        "expert": Group(layout.expert_tp, at.tp % layout.expert_tp),
-    }
     layers = engine_layers(shape.num_layers, layout.pp, at.pp)
     plain = layout.quantization == "none"
-    side = _Side(
+    return _Side(
         outer=rollout_outer(family_of(shape).engine_head),
         layer_prefix="model.layers.{layer}.",
         layer=lambda block: (block if plain else quantized(block)).rollout,
-        groups=groups,
-        experts=_engine_experts(shape, layout, at.tp // layout.expert_tp),
-        vocab_rows=engine_vocab(shape),
+        grid=rollout_grid(shape, layout, rank),
         chunks=[_Chunk("", layers, layers.start, at.pp == 0, at.pp == layout.pp - 1)],
         mtp_prefix=DRAFT_PREFIX if mtp else None,
     )
-    return _params(shape, side)
 
 
-def local_experts(shape: ModelShape, ep: int, ep_rank: int) -> range:
-    """Global numbers of the experts on one rank of an expert-parallel group; none: empty."""
-    share = shape.moe.num_experts // ep if shape.moe is not None else 0
-    return range(ep_rank * share, (ep_rank + 1) * share)
-
-
-def _engine_experts(shape: ModelShape, layout: RolloutLayout, ep_rank: int) -> Sequence[int]:
-    """The model's number of each expert of an engine's ep group, copies included."""
-    if shape.moe is None or layout.redundant_experts == 0:
-        return local_experts(shape, layout.ep, ep_rank)
-    share = (shape.moe.num_experts + layout.redundant_experts) // layout.ep
-    slots = range(ep_rank * share, (ep_rank + 1) * share)
-    return [slot % shape.moe.num_experts for slot in slots]
+def outer_pieces(shape: ModelShape, layout: TrainLayout | RolloutLayout, rank: int) -> list[Piece]:
+    """What ``rank`` holds of the tensors outside the layers."""
+    side = (
+        _train_side(shape, layout, rank)
+        if isinstance(layout, TrainLayout)
+        else _rollout_side(shape, layout, rank)
+    )
+    params = (p for chunk in side.chunks for p, _ in _outer_params(shape, side, chunk))
+    return _pieces(params)
 
 
 def _params(shape: ModelShape, side: _Side) -> Iterator[_Param]:
     """Parameters in the order embedding, layers, norm, head."""
     family = family_of(shape)
     kinds = {shape.has_experts(n) for chunk in side.chunks for n in chunk.layers}
-    by_kind = {kind: _lay_layer(shape, side, _layer(family, kind)) for kind in kinds}
+    by_kind = {kind: _lay_layer(shape, side, layer_block(family, kind)) for kind in kinds}
     for chunk in side.chunks:
         outer = list(_outer_params(shape, side, chunk))
         yield from (p for p, stage in outer if stage is Stage.FIRST)
@@ -262,10 +258,11 @@ def _mtp_params(shape: ModelShape, side: _Side, prefix: str) -> Iterator[_Param]
 
 
 def _mtp_block(shape: ModelShape, number: int) -> Block:
-    return mtp_block(_layer(family_of(shape), shape.has_experts(number)))
+    return mtp_block(layer_block(family_of(shape), shape.has_experts(number)))
 
 
-def _layer(family: Family, has_experts: bool) -> Block:
+def layer_block(family: Family, has_experts: bool) -> Block:
+    """All of one layer."""
     if not has_experts:
         return family.attention + family.dense
     assert family.experts is not None
@@ -274,20 +271,20 @@ def _layer(family: Family, has_experts: bool) -> Block:
 
 def _lay_layer(shape: ModelShape, side: _Side, block: Block) -> list[tuple[str, Laid]]:
     """Parameters of one layer on this rank; the same for all layers of its kind."""
-    frame = _frame(shape, side, block.tensors)
+    frame = frame_of(shape, side.grid, block.tensors)
     out = []
     for name, operation in side.layer(block).items():
         laid = operation.lay(frame)
         if EXPERT not in name:
             out.append((name, laid))
             continue
-        for slot, number in enumerate(side.experts):
+        for slot, number in enumerate(side.grid.experts):
             out.append((name.replace(EXPERT, str(slot)), laid.of_expert(number)))
     return out
 
 
 def _outer_params(shape: ModelShape, side: _Side, chunk: _Chunk) -> Iterator[tuple[_Param, Stage]]:
-    frame = _frame(shape, side, OUTER_TENSORS)
+    frame = frame_of(shape, side.grid, OUTER_TENSORS)
     tied = TIED if shape.tied_embeddings else {}
     # MTP layers embed the tokens that they predict from
     first = chunk.is_first or (side.mtp_prefix is not None and chunk.is_last)
@@ -316,7 +313,7 @@ def _full_layer(shape: ModelShape, block: Block) -> list[Piece]:
     """A layer's tensors as pieces of themselves, its experts one after the other."""
     experts = range(shape.moe.num_experts) if shape.moe is not None else range(0)
     dtypes = dict.fromkeys(block.float32, FLOAT32)
-    shapes = _shapes(shape, block.tensors)
+    shapes = shapes_of(shape, block.tensors)
     whole = [_full_piece(n, s, dtypes.get(n)) for n, s in shapes.items() if EXPERT not in n]
     return whole + [
         _full_piece(name.replace(EXPERT, str(number)), dims)
@@ -328,36 +325,3 @@ def _full_layer(shape: ModelShape, block: Block) -> list[Piece]:
 
 def _full_piece(name: str, dims: Shape, dtype: str | None = None) -> Piece:
     return Piece(name, full_box(dims), name, full_box(dims), dtype)
-
-
-def _frame(shape: ModelShape, side: _Side, tensors: Mapping[str, Dims]) -> Frame:
-    return Frame(
-        _shapes(shape, tensors), side.groups, shape.num_kv_heads, side.vocab_rows, side.experts
-    )
-
-
-def _shapes(shape: ModelShape, tensors: Mapping[str, Dims]) -> dict[str, Shape]:
-    sizes = {
-        "hidden": shape.hidden_size,
-        "embedding_and_hidden": 2 * shape.hidden_size,
-        "ffn": shape.ffn_size,
-        "query": shape.num_heads * shape.head_dim,
-        "kv": shape.num_kv_heads * shape.head_dim,
-        "head": shape.head_dim,
-        "vocab": shape.vocab_size,
-    }
-    if (mla := shape.mla) is not None:
-        sizes |= {
-            "q_lora": mla.q_lora_rank or 0,
-            "kv_lora": mla.kv_lora_rank,
-            "kv_lora_and_rope": mla.kv_lora_rank + mla.qk_rope_head_dim,
-            "key_and_value": shape.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim),
-            "value": shape.num_heads * mla.v_head_dim,
-        }
-    if (moe := shape.moe) is not None:
-        sizes |= {
-            "experts": moe.num_experts,
-            "expert_ffn": moe.ffn_size,
-            "shared_ffn": moe.num_shared_experts * moe.ffn_size,
-        }
-    return {name: tuple(sizes[dim] for dim in dims) for name, dims in tensors.items()}

@@ -17,10 +17,10 @@ from rlhf.weights.block_scales import (
     scale_box,
     scale_name,
     scale_shape,
-    show_box,
     split_blocks,
 )
-from rlhf.weights.piece import FLOAT8, FLOAT32, Box, full_box
+from rlhf.weights.piece import FLOAT8, FLOAT32, Box, full_box, show_box
+from rlhf.weights.spread import EXPERT
 
 Shape = tuple[int, ...]
 GroupName = Literal["tp", "attention", "dense", "shared", "expert"]
@@ -30,8 +30,6 @@ GroupName = Literal["tp", "attention", "dense", "shared", "expert"]
 The engine's alone: ``attention`` (tp / dp), ``dense`` (MLP of a layer without experts in a model
 with experts), ``shared`` (shared experts).
 """
-EXPERT = "{expert}"
-"""In a name: stands for the number of an expert, global in HF names, local in Megatron's."""
 
 
 @dataclass(frozen=True, slots=True)

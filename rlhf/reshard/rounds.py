@@ -1,0 +1,194 @@
+"""In which round each copy travels, for all ranks. Pure.
+
+In a round a rank sends at most one message to each peer. What arrives (and what the rank copies
+from itself) fits its incoming area, what it sends fits its outgoing area. What a rank passes on to
+its node leaves two rounds after it came: it is packed out of the incoming area before that is used
+again.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rlhf.reshard.bundles import Bundle
+from rlhf.reshard.plan import Far, ReshardPlan
+
+MAX_PEERS = 64
+RELAY_ROUNDS = 2
+"""Rounds between a copy's arrival on a node and its being passed on."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """All copies of a movement: one element each, in the order of their places in messages."""
+
+    bundle: array[int]  # index of the plan's sending
+    source: array[int]
+    destination: array[int]
+    round: array[int]
+    is_relay: array[int]  # 1: the source passes on what came to it RELAY_ROUNDS rounds before
+    num_rounds: int
+
+
+def assign_rounds(plan: ReshardPlan, max_peers: int = MAX_PEERS) -> Rows:
+    """The first round with room at both ends, bundle by bundle as the movement goes on.
+
+    Args:
+        max_peers: a rank sends to and receives from at most so many others in a round.
+
+    Raises:
+        ValueError: something is too large for an area, or goes to more ranks than ``max_peers``.
+    """
+    rounds = _Rounds(plan, max_peers)
+    order = sorted(range(len(plan.sendings)), key=lambda i: plan.sendings[i].bundle.middle)
+    for i in order:
+        sending = plan.sendings[i]
+        size = sending.bundle.area_bytes
+        _check_size(sending.bundle, plan.area_bytes, max_peers)
+        for rank in sending.bundle.flow.local:
+            rounds.add_local(i, rank, size)
+        rounds.add_pairs(i, sending.near, size)
+        rounds.add_pairs(i, [(f.source, f.landing) for f in sending.far if not f.others], size)
+        for far in sending.far:
+            if far.others:
+                rounds.add_relayed(i, far, size)
+    return rounds.rows()
+
+
+def _check_size(bundle: Bundle, area_bytes: int, max_peers: int) -> None:
+    fan_out = bundle.flow.fan_out
+    if bundle.area_bytes * max(1, fan_out) > area_bytes:
+        raise ValueError(
+            f"a staging area of {area_bytes} bytes is too small: {bundle.area_bytes} bytes of "
+            f"{bundle.run.instances[0].prefix}{bundle.atoms[0].name} go to {max(1, fan_out)} ranks "
+            "at once; make the window larger"
+        )
+    if fan_out > max_peers:
+        raise ValueError(
+            f"max_peers={max_peers} is too small: {bundle.run.instances[0].prefix}"
+            f"{bundle.atoms[0].name} goes to {fan_out} ranks of a node; allow as many"
+        )
+
+
+class _Load:
+    """Bytes in use at one end, by rank and round.
+
+    ``open_rounds`` remembers which rounds may still have room for copies of a size: an integer of
+    endless bits for each rank, of which those are cleared that have been found full. Nothing is
+    ever taken away, so a round that is full stays full.
+    """
+
+    def __init__(self, world: int, area_bytes: int, max_copies: int) -> None:
+        self._used: list[list[int]] = [[] for _ in range(world)]
+        self._counts: list[list[int]] = [[] for _ in range(world)]  # of copies
+        self._area = area_bytes
+        self._max_copies = max_copies
+        self._open: dict[tuple[int, int], list[int]] = {}
+
+    def open_rounds(self, size: int, copies: int = 1) -> list[int]:
+        """By rank: bit n is clear if round n has no room for ``copies`` of ``size``."""
+        found = self._open.get((size, copies))
+        if found is None:
+            found = self._open[size, copies] = [-1] * len(self._used)
+        return found
+
+    def has_room(self, rank: int, number: int, size: int, copies: int = 1) -> bool:
+        used = self._used[rank]
+        return number >= len(used) or (
+            used[number] + copies * size <= self._area
+            and self._counts[rank][number] + copies <= self._max_copies
+        )
+
+    def take(self, rank: int, number: int, size: int) -> None:
+        used, counts = self._used[rank], self._counts[rank]
+        while len(used) <= number:
+            used.append(0)
+            counts.append(0)
+        used[number] += size
+        counts[number] += 1
+
+
+class _Rounds:
+    """Where copies are put."""
+
+    def __init__(self, plan: ReshardPlan, max_peers: int) -> None:
+        # Copies are counted, of which two may go to one peer: the limit is kept all the more.
+        max_copies = max_peers if plan.world - 1 > max_peers else sys.maxsize
+        self._in = _Load(plan.world, plan.area_bytes, max_copies)
+        self._out = _Load(plan.world, plan.area_bytes, max_copies)
+        self._rows = tuple(array("l") for _ in range(5))
+
+    def rows(self) -> Rows:
+        bundles, sources, ranks, rounds, relays = self._rows
+        return Rows(bundles, sources, ranks, rounds, relays, 1 + max(rounds, default=-1))
+
+    def add_local(self, bundle: int, rank: int, size: int) -> None:
+        number = self._first([(self._in, rank, 1, 0)], size)
+        self._in.take(rank, number, size)
+        self._add(bundle, rank, rank, number, 0)
+
+    def add_pairs(self, bundle: int, pairs: Iterable[tuple[int, int]], size: int) -> None:
+        """Most of all copies come here: written for speed."""
+        load_in, load_out = self._in, self._out
+        open_in, open_out = load_in.open_rounds(size), load_out.open_rounds(size)
+        for source, rank in pairs:
+            open_rounds = open_in[rank] & open_out[source]
+            while True:
+                lowest = open_rounds & -open_rounds
+                number = lowest.bit_length() - 1
+                if not load_in.has_room(rank, number, size):
+                    open_in[rank] ^= lowest
+                elif not load_out.has_room(source, number, size):
+                    open_out[source] ^= lowest
+                else:
+                    break
+                open_rounds ^= lowest
+            load_in.take(rank, number, size)
+            load_out.take(source, number, size)
+            self._add(bundle, source, rank, number, 0)
+
+    def add_relayed(self, bundle: int, far: Far, size: int) -> None:
+        """Both hops at once: the second one's round follows from the first one's."""
+        ends = [
+            (self._in, far.landing, 1, 0),
+            (self._out, far.source, 1, 0),
+            (self._out, far.landing, len(far.others), RELAY_ROUNDS),
+            *((self._in, rank, 1, RELAY_ROUNDS) for rank in far.others),
+        ]
+        number = self._first(ends, size)
+        self._in.take(far.landing, number, size)
+        self._out.take(far.source, number, size)
+        self._add(bundle, far.source, far.landing, number, 0)
+        number += RELAY_ROUNDS
+        for rank in far.others:
+            self._in.take(rank, number, size)
+            self._out.take(far.landing, number, size)
+            self._add(bundle, far.landing, rank, number, 1)
+
+    @staticmethod
+    def _first(ends: Sequence[tuple[_Load, int, int, int]], size: int) -> int:
+        """The first round with room at all ``ends``: load, rank, copies, how many rounds later."""
+        open_rounds = -1
+        for load, rank, copies, later in ends:
+            open_rounds &= load.open_rounds(size, copies)[rank] >> later
+        while True:
+            lowest = open_rounds & -open_rounds
+            number = lowest.bit_length() - 1
+            for load, rank, copies, later in ends:
+                if not load.has_room(rank, number + later, size, copies):
+                    load.open_rounds(size, copies)[rank] &= ~(lowest << later)
+                    open_rounds &= ~lowest
+                    break
+            else:
+                return number
+
+    def _add(self, bundle: int, source: int, rank: int, number: int, is_relay: int) -> None:
+        bundles, sources, ranks, rounds, relays = self._rows
+        bundles.append(bundle)
+        sources.append(source)
+        ranks.append(rank)
+        rounds.append(number)
+        relays.append(is_relay)
