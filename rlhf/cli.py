@@ -1,4 +1,4 @@
-"""``rlhf train | eval | convert | doctor``: thin; each command is a function elsewhere."""
+"""``rlhf train | eval | convert | explain | doctor``: thin; commands are functions elsewhere."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlhf.ending import outlive_stdout
+from rlhf.explain import add_arguments as add_explain_arguments
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,6 +32,9 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("source", nargs="?", help="HF folder, a run, or a checkpoint of a run")
     convert.add_argument("target", help="folder to write")
     convert.set_defaults(run=_convert)
+    explain = commands.add_parser("explain", help="what moving the weights to the engines costs")
+    add_explain_arguments(explain)
+    explain.set_defaults(run=_explain)
     doctor = commands.add_parser("doctor", help="what is installed, what is missing, what it costs")
     doctor.add_argument("--json", action="store_true")
     doctor.add_argument(
@@ -100,6 +104,13 @@ def _convert(args: argparse.Namespace) -> int:
     from rlhf.convert import convert
 
     print(convert(Path(args.source), Path(args.target)))
+    return 0
+
+
+def _explain(args: argparse.Namespace) -> int:
+    from rlhf.explain import run
+
+    print(run(args))
     return 0
 
 

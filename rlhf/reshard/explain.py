@@ -117,12 +117,13 @@ def explain(moves: Moves, nodes: Sequence[int], weights: Weights, speeds: Speeds
     sent = sums(moves.source[remote], moves.num_bytes[remote], moves.world)
     moved, crossing = int(by_link[1:].sum()), int(by_link[2:].sum())
     full_gather = weights.model_bytes - weights.train_shard_bytes_mean
-    per_node = max(np.bincount(nodes))
+    per_node, several_nodes = int(max(np.bincount(nodes))), len(set(nodes)) > 1
+    nic, nvlink = speeds.nic_gbs * GIGA, speeds.nvlink_gbs * GIGA
     load = link_seconds(moves, links, speeds)
     return Explanation(
         ranks=moves.world,
         nodes=len(set(nodes)),
-        ranks_per_node=int(per_node),
+        ranks_per_node=per_node,
         model_bytes=weights.model_bytes,
         train_shard_bytes_mean=weights.train_shard_bytes_mean,
         rollout_shard_bytes_mean=int(moves.num_bytes.sum()) / moves.world,
@@ -142,11 +143,10 @@ def explain(moves: Moves, nodes: Sequence[int], weights: Weights, speeds: Speeds
         send_balance_bound=moves.send_balance_bound,
         predicted_s=_predicted_s(moves, remote, load),
         floor_s=float(load.sum(axis=1).max(initial=0.0)),
-        full_gather_floor_s=full_gather / speeds.nic_gbs / GIGA,
+        full_gather_floor_s=full_gather / (nic if several_nodes else nvlink),
         full_gather_node_floor_s=max(
-            full_gather / per_node / speeds.nic_gbs, full_gather / speeds.nvlink_gbs
-        )
-        / GIGA,
+            full_gather / per_node / nic if several_nodes else 0.0, full_gather / nvlink
+        ),
         plan_build_s_per_rank=moves.plan_build_s,
         nic_gbs=speeds.nic_gbs,
         nvlink_gbs=speeds.nvlink_gbs,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 
 from rlhf.dist.layout import RolloutLayout, TrainLayout
+from rlhf.dist.layout_text import TRAIN_KEYS, rollout_text
 from rlhf.reshard.explain import GIGA, MESSAGE_S, Explanation
 
 WIDTH = 88
@@ -31,25 +32,20 @@ def explanation_text(e: Explanation, model: str, train: TrainLayout, rollout: Ro
 
 
 def train_words(layout: TrainLayout) -> str:
-    """``tp8 pp4 (last 13) cp4 ep32 etp1, dp 1``; sizes of one are left out."""
-    ends = [f"{n} {v}" for n in ("first", "last") if (v := getattr(layout, n)) is not None]
+    """``tp=8,pp=4,cp=4,ep=32,etp=1,last=13, dp 1``; sizes of one are left out."""
+    sizes = {name: getattr(layout, name) for name in TRAIN_KEYS}
     words = [
-        f"{n}{v}" + (f" ({', '.join(ends)})" if n == "pp" and ends else "")
-        for n in ("tp", "pp", "vpp", "cp", "ep")
-        if (v := getattr(layout, n)) > 1
+        f"{name}={size}"
+        for name, size in sizes.items()
+        if size is not None and (size > 1 or name in ("etp", "first", "last"))
     ]
-    if layout.etp is not None:
-        words.append(f"etp{layout.etp}")
-    return " ".join([*words, f"dp{layout.dp}"])
+    return ", ".join([*([",".join(words)] if words else []), f"dp {layout.dp}"])
 
 
 def rollout_words(layout: RolloutLayout) -> str:
-    """``2 engines of 64: tp64 dp8 ep64 deepep``."""
+    """``2 engines of 64 (tp=64,dp=8,ep=64,a2a=deepep)``."""
     num, size = layout.num_engines, layout.engine_size
-    words = [f"{n}{v}" for n in ("tp", "dp", "ep", "pp") if (v := getattr(layout, n)) > 1]
-    words += ["deepep"] * (layout.a2a == "deepep")
-    out = f"{num} engine{'s' * (num > 1)} of {size}"
-    return f"{out} ({' '.join(words)})" if words else out
+    return f"{num} engine{'s' * (num > 1)} of {size} ({rollout_text(layout)})"
 
 
 def _bytes(e: Explanation) -> list[str]:
@@ -111,6 +107,8 @@ def _ratio(value: float, least: float) -> str:
 
 
 def _size(num_bytes: float) -> str:
+    if not num_bytes:
+        return "0"
     if num_bytes >= 0.995e9:
         return f"{num_bytes / GIGA:.2f} GB"
     return f"{num_bytes / 1e6:.2f} MB" if num_bytes >= 0.995e6 else f"{num_bytes / 1e3:.1f} kB"

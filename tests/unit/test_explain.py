@@ -75,6 +75,8 @@ def test_a_small_plan_by_hand():
     assert got.floor_s == pytest.approx(4.0)  # rank 2 receives 4 GB over its NIC
     assert got.full_gather_floor_s == pytest.approx(16.0)
     assert got.full_gather_node_floor_s == pytest.approx(8.0)
+    alone = explain(BY_HAND, (0, 0, 0, 0), Weights(20 * G, 4.0 * G), SPEEDS)
+    assert alone.full_gather_floor_s == alone.full_gather_node_floor_s == pytest.approx(1.6)
 
 
 def test_a_rank_waits_for_the_slower_of_nic_and_nvlink():
@@ -127,8 +129,8 @@ def test_the_text_says_what_the_record_says():
     text = explanation_text(got, "tiny", train, RolloutLayout(4, tp=2, ep=2, a2a="deepep"))
     for part in (
         "tiny, 20.00 GB, 4 ranks on 2 nodes",
-        "pp2 (last 1) ep2 etp1 dp2: 4.00 GB per rank",
-        "2 engines of 2 (tp2 ep2 deepep): 3.50 GB per rank",
+        "pp=2,ep=2,etp=1,last=1, dp 2: 4.00 GB per rank",
+        "2 engines of 2 (tp=2,ep=2,a2a=deepep): 3.50 GB per rank",
         "16.00 GB (10.7x)",
         "same rail 2.00 GB",
         "3 messages in 2 rounds",
@@ -142,9 +144,10 @@ def test_the_text_says_what_the_record_says():
 
 def test_layouts_in_words():
     assert (
-        train_words(TrainLayout(8, tp=2, pp=2, first=3, last=2)) == "tp2 pp2 (first 3, last 2) dp2"
+        train_words(TrainLayout(8, tp=2, pp=2, first=3, last=2)) == "tp=2,pp=2,first=3,last=2, dp 2"
     )
-    assert rollout_words(RolloutLayout(1)) == "1 engine of 1"
+    assert train_words(TrainLayout(1)) == "dp 1"
+    assert rollout_words(RolloutLayout(1)) == "1 engine of 1 (tp=1)"
 
 
 @pytest.mark.parametrize("world", [4, 160])

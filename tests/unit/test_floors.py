@@ -50,6 +50,7 @@ FLOORS = [
         "convert",
         "doctor",
         "doctor_probe",
+        "explain",
         "state",
     },
 ]
