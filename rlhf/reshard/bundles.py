@@ -150,6 +150,13 @@ def _touching(ends: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 def _flow(atom: Atom, run: Run, spread: Spread, topology: Topology) -> Flow:
     holders = _ranks(atom.source, spread.source, run.source)
     needers = _ranks(atom.destination, spread.destination, run.destination)
+    if len(needers) < sum(
+        len(spread.destination.ranks(p.seats, run.destination)) for p in atom.destination
+    ):
+        raise ValueError(
+            f"{atom.name}{show_box(atom.region)} is needed twice by one rank, for "
+            f"{' and '.join(p.param for p in atom.destination)}; it can be moved to one place only"
+        )
     held = frozenset(holders)
     missing = [rank for rank in needers if rank not in held]
     by_node: dict[int, list[int]] = {}
@@ -171,8 +178,9 @@ def _flow(atom: Atom, run: Run, spread: Spread, topology: Topology) -> Flow:
 
 
 def _ranks(places: Iterable[Place], seating: Seating, key: Key) -> tuple[int, ...]:
-    ranks = [seating.ranks(place.seats, key) for place in places]
-    return ranks[0] if len(ranks) == 1 else tuple(sorted({r for some in ranks for r in some}))
+    if len(places) == 1:
+        return seating.ranks(places[0].seats, key)
+    return tuple(sorted({rank for place in places for rank in seating.ranks(place.seats, key)}))
 
 
 def _split_all(atoms: list[Atom], limit_bytes: int) -> tuple[Atom, ...]:

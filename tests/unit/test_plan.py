@@ -241,6 +241,15 @@ def test_a_tensor_that_nobody_holds_is_named():
         plan(spread, Topology.of(1, 1), ITEMSIZE, MEBIBYTE)
 
 
+def test_a_rank_that_needs_a_rectangle_twice_is_refused():
+    piece = Piece("t", ((0, 4),), "p", ((0, 4),))
+    again = Piece("t", ((2, 6),), "q", ((0, 4),))
+    whole = Piece("t", ((0, 6),), "w", ((0, 6),))
+    spread = spread_of_shards([[whole]], [[piece, again]])
+    with pytest.raises(ValueError, match=r"t\[2:4\] is needed twice by one rank, for p and q"):
+        plan(spread, Topology.of(1, 1), ITEMSIZE, MEBIBYTE)
+
+
 def test_overlapping_holdings_move_each_element_once():
     """Sources whose regions overlap in part: own elements first, each element once."""
 
