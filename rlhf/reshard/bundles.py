@@ -7,7 +7,7 @@ that the same ranks hold and the same ranks need make a bundle, up to a size tha
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from rlhf.reshard.topology import Topology
@@ -177,7 +177,7 @@ def _flow(atom: Atom, run: Run, spread: Spread, topology: Topology) -> Flow:
     return Flow(holders, tuple(rank for rank in needers if rank in held), near, far)
 
 
-def _ranks(places: Iterable[Place], seating: Seating, key: Key) -> tuple[int, ...]:
+def _ranks(places: tuple[Place, ...], seating: Seating, key: Key) -> tuple[int, ...]:
     if len(places) == 1:
         return seating.ranks(places[0].seats, key)
     return tuple(sorted({rank for place in places for rank in seating.ranks(place.seats, key)}))
