@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf.reshard.pack import Packer, part_view, slices_of
+from rlhf.reshard.pack import part_view
 from rlhf.reshard.polling import Poll
 from rlhf.reshard.rounds import RELAY_ROUNDS
-from rlhf.reshard.schedule import Placed, RankPlan, Round, Transfer
-from rlhf.reshard.targets import EngineTarget, Target, TensorTarget
+from rlhf.reshard.schedule import RankPlan
+from rlhf.reshard.sources import EngineSource, Source, TensorSource, relayed
+from rlhf.reshard.targets import EngineTarget, Target, TensorTarget, incoming_bytes
 from rlhf.reshard.transport import Parcel, Transport, TransportError
 from rlhf.reshard.windows import ReceiverError, Window
 
@@ -33,7 +34,7 @@ class MoveStats:
     sent_bytes: int = 0
     received_bytes: int = 0
     local_bytes: int = 0
-    pack_s: float = 0.0  # parameters into outgoing messages
+    pack_s: float = 0.0  # parameters into outgoing messages, or waiting for the engine's
     local_s: float = 0.0  # parameters into the rank's own destination
     wire_s: float = 0.0  # waiting for peers
     write_s: float = 0.0  # waiting for the receiver, or writing tensors
@@ -46,26 +47,30 @@ class Mover:
     def __init__(
         self,
         rank_plan: RankPlan,
-        params: Mapping[str, Tensor],
+        source: Window | Mapping[str, Tensor],
         transport: Transport,
         target: Window | Mapping[str, Tensor],
         *,
         dtype: torch.dtype,
         limit_s: float = 120.0,
         padding_params: Collection[str] = (),
+        staging: Tensor | None = None,
     ) -> None:
         """
         Args:
-            params: this rank's source parameters; looked up afresh in each run.
+            source: this rank's parameters, looked up afresh in each run; or the window to an
+                engine that gives its own.
             target: the window to an engine, or tensors to fill in place.
             dtype: dtype of the bytes on their way, which is the destination's; a transfer's own
                 goes before it.
             limit_s: longest wait for a peer or for the receiver.
             padding_params: the engine's parameters that hold nothing but vocabulary padding on
                 this rank; any other that the plan does not write is refused by the receiver.
+            staging: [2, bytes] uint8, the rank's own two areas, on the side that is not an
+                engine's; a movement back may share them and the window. None: as large as needed.
 
         Raises:
-            RuntimeError: a parameter is missing or too small, or the window is too small.
+            RuntimeError: a parameter is missing or too small, or an area is too small.
         """
         if dtype.itemsize != rank_plan.itemsize:
             raise RuntimeError(
@@ -74,33 +79,31 @@ class Mover:
             )
         self.plan = rank_plan
         self.dtype = dtype
-        self._params = params
         self._transport = transport
         self._limit_s = limit_s
         self._padding_params = sorted(padding_params)
-        for transfer in self._sources():
-            _check_source(transfer, params)
-        self._packer = Packer()
-        self._window = target if isinstance(target, Window) else None
-        self._target: Target = (
-            EngineTarget(rank_plan, target, dtype, limit_s)
-            if isinstance(target, Window)
-            else TensorTarget(rank_plan, target, dtype, transport.device)
-        )
-        self._staging = torch.empty(
-            2, rank_plan.outgoing_area_bytes, dtype=torch.uint8, device=transport.device
-        )
-        self._packed_views = [
-            [[part_view(self._staging[i % 2], p, dtype) for p in m.parts] for m in r.outgoing]
-            for i, r in enumerate(rank_plan.rounds)
-        ]
+        sides = [side for side in (source, target) if isinstance(side, Window)]
+        self._window = sides[0] if sides else None
+        self._source: Source
+        if isinstance(source, Window):
+            self._source = EngineSource(rank_plan, source, dtype, limit_s)
+        else:
+            areas = _areas(rank_plan.outgoing_area_bytes, staging, transport.device)
+            self._source = TensorSource(rank_plan, source, dtype, areas)
+        self._target: Target
+        if isinstance(target, Window):
+            self._target = EngineTarget(rank_plan, target, dtype, limit_s)
+        else:
+            shared = staging if isinstance(source, Window) else None
+            areas = _areas(incoming_bytes(rank_plan), shared, transport.device)
+            self._target = TensorTarget(rank_plan, target, dtype, areas)
 
     @property
     def window(self) -> Window:
         """The window to the engine.
 
         Raises:
-            RuntimeError: the target is not an engine.
+            RuntimeError: neither end is an engine.
         """
         if self._window is None:
             raise RuntimeError("this movement ends in tensors of the rank, not in an engine")
@@ -109,22 +112,27 @@ class Mover:
     @property
     def staging_bytes(self) -> int:
         """Memory that the movement takes beside parameters: two areas each way."""
-        return self._staging.numel() + self._target.staging_bytes
+        return self._source.staging_bytes + self._target.staging_bytes
 
-    def open_message(self) -> dict[str, Any]:
-        """What shows the engine's receiver its window and rounds, once; JSON."""
+    def open_message(self, back: Mover | None = None) -> dict[str, Any]:
+        """What shows the engine's receiver its window and rounds, once; JSON.
+
+        Args:
+            back: the movement out of the same engine through the same window.
+        """
         return {
             "op": "open",
             "path": self.window.path,
             "bytes": self.window.num_bytes,
             "area_bytes": self.window.area_bytes,
             "rounds": self.receiver_rounds(),
+            "back": None if back is None else back.receiver_reads(),
         }
 
     def update_message(self) -> dict[str, Any]:
-        """What makes the receiver take the next :meth:`run`; JSON."""
-        sequence = self.window.sequence + 1
-        return {"op": "update", "sequence": sequence, "limit_s": self._limit_s}
+        """What makes the receiver take, or give, the next :meth:`run`; JSON."""
+        op = "read" if isinstance(self._source, EngineSource) else "update"
+        return {"op": op, "sequence": self.window.sequence + 1, "limit_s": self._limit_s}
 
     def receiver_rounds(self) -> dict[str, Any]:
         """What the engine's receiver must know of the rounds; JSON.
@@ -149,6 +157,20 @@ class Mover:
             ],
         }
 
+    def receiver_reads(self) -> dict[str, Any]:
+        """What the engine's receiver must know of a movement out of it; JSON.
+
+        ``reads[round]`` is a list of [parameter, box, offset in the area, dtype or None];
+        ``dtype`` is that of the bytes where a read has none of its own.
+
+        Raises:
+            RuntimeError: the source is not an engine.
+        """
+        if not isinstance(self._source, EngineSource):
+            raise RuntimeError("this movement begins in tensors of the rank, not in an engine")
+        dtype = str(self.dtype).removeprefix("torch.")
+        return {"dtype": dtype, "reads": self._source.reads()}
+
     def run(self, poll: Poll) -> MoveStats:
         """Move everything once. All ranks of the plan call it (point-to-point messages).
 
@@ -163,20 +185,25 @@ class Mover:
         number = 0
         try:
             with _timed(stats, "write_s"):
+                self._source.begin(poll)
                 self._target.begin(poll)
             for number in range(len(self.plan.rounds)):
                 self._run_round(number, stats, poll)
-            self._packer.check()
             with _timed(stats, "write_s"):
+                self._source.finish(poll)
                 self._target.finish(poll)
         except (TransportError, ReceiverError, TimeoutError, ValueError) as error:
-            self._target.abandon()
+            self._abandon()
             raise RuntimeError(self._explain(error, number)) from error
         except BaseException:
-            self._target.abandon()
+            self._abandon()
             raise
         stats.total_s = time.perf_counter() - begun
         return stats
+
+    def _abandon(self) -> None:
+        self._source.abandon()
+        self._target.abandon()
 
     def _run_round(self, number: int, stats: MoveStats, poll: Poll) -> None:
         round_ = self.plan.rounds[number]
@@ -184,48 +211,33 @@ class Mover:
             self._pack(number, stats)
         with _timed(stats, "write_s"):
             area = self._target.reserve(number, poll)
-        self._transport.start(self._outgoing(number), _parcels(round_.incoming, area))
+        with _timed(stats, "pack_s"):
+            self._source.wait_packed(number, poll)
+        outgoing = _parcels(round_.outgoing, self._source.area(number))
+        self._transport.start(outgoing, _parcels(round_.incoming, area))
         with _timed(stats, "local_s"):
             for i, placed in enumerate(round_.local):
-                view = self._target.local_view(number, i)
-                self._packer.pack(placed.transfer, self._source(placed.transfer), view)
+                self._source.copy_local(number, i, self._target.local_view(number, i))
                 stats.local_bytes += placed.num_bytes
         if number + 1 < len(self.plan.rounds):
             self._pack(number + 1, stats)
         with _timed(stats, "wire_s"):
             self._transport.wait(self._limit_s, poll)
         with _timed(stats, "write_s"):
+            self._source.release(number)
             self._target.deliver(number)
+        stats.sent_bytes += sum(p.num_bytes for m in round_.outgoing for p in m.parts)
         stats.received_bytes += sum(p.num_bytes for m in round_.incoming for p in m.parts)
 
     def _pack(self, number: int, stats: MoveStats) -> None:
-        """Copy, and cast, a round's outgoing rectangles into their messages."""
+        """What leaves in round ``number``: of the source, or of what came to the rank."""
         with _timed(stats, "pack_s"):
-            messages = self.plan.rounds[number].outgoing
-            for message, views in zip(messages, self._packed_views[number], strict=True):
-                for placed, view in zip(message.parts, views, strict=True):
-                    self._pack_part(placed, view, number)
-                    stats.sent_bytes += placed.num_bytes
-
-    def _outgoing(self, number: int) -> list[Parcel]:
-        return _parcels(self.plan.rounds[number].outgoing, self._staging[number % 2])
-
-    def _pack_part(self, placed: Placed, view: Tensor, number: int) -> None:
-        """What leaves in round ``number``: of the rank's parameters, or of what came to it."""
-        if placed.relayed_from is None:
-            self._packer.pack(placed.transfer, self._source(placed.transfer), view)
-            return
-        came = replace(placed, offset=placed.relayed_from, relayed_from=None)
-        view.copy_(part_view(self._target.area(number - RELAY_ROUNDS), came, self.dtype))
-
-    def _source(self, transfer: Transfer) -> Tensor:
-        return self._params[transfer.source_param].detach()[slices_of(transfer.source_box)]
-
-    def _sources(self) -> Iterator[Transfer]:
-        for round_ in self.plan.rounds:
-            for placed in _leaving(round_):
-                if placed.relayed_from is None:
-                    yield placed.transfer
+            self._source.pack(number)
+            for placed in relayed(self.plan, number):
+                assert placed.relayed_from is not None
+                came = replace(placed, offset=placed.relayed_from, relayed_from=None)
+                values = part_view(self._target.area(number - RELAY_ROUNDS), came, self.dtype)
+                part_view(self._source.area(number), placed, self.dtype).copy_(values)
 
     def _explain(self, error: Exception, number: int) -> str:
         where = f"reshard, rank {self.plan.rank}, round {number} of {len(self.plan.rounds)}"
@@ -242,29 +254,19 @@ class Mover:
         return f"{where}: {error}; on their way were {len(parts)} transfers{first}"
 
 
-def _leaving(round_: Round) -> Iterator[Placed]:
-    """All that the rank reads from its parameters in a round."""
-    for message in round_.outgoing:
-        yield from message.parts
-    yield from round_.local
-
-
 def _parcels(messages: tuple[Any, ...], area: Tensor) -> list[Parcel]:
     return [(area[m.offset : m.offset + m.num_bytes], m.peer) for m in messages]
 
 
-def _check_source(transfer: Transfer, params: Mapping[str, Tensor]) -> None:
-    param = params.get(transfer.source_param)
-    if param is None:
-        raise RuntimeError(f"there is no parameter {transfer.source_param}; planned was {transfer}")
-    fits = param.dim() == len(transfer.source_box) and all(
-        stop <= size for (_, stop), size in zip(transfer.source_box, param.shape, strict=True)
-    )
-    if not fits:
+def _areas(num_bytes: int, shared: Tensor | None, device: torch.device) -> Tensor:
+    """[2, at least ``num_bytes``] uint8."""
+    if shared is None:
+        return torch.empty(2, num_bytes, dtype=torch.uint8, device=device)
+    if shared.shape[1] < num_bytes:
         raise RuntimeError(
-            f"rank {transfer.source}: {transfer.source_param} has shape {tuple(param.shape)}, too "
-            f"small for {transfer}"
+            f"rounds take up to {num_bytes} bytes, an area of the rank's own has {shared.shape[1]}"
         )
+    return shared
 
 
 @contextmanager

@@ -1,9 +1,9 @@
 """In which round each copy travels, for all ranks. Pure.
 
-In a round a rank sends at most one message to each peer. What arrives (and what the rank copies
-from itself) fits its incoming area, what it sends fits its outgoing area. What a rank passes on to
-its node leaves two rounds after it came: it is packed out of the incoming area before that is used
-again.
+In a round a rank sends at most one message to each peer. What arrives fits its incoming area, what
+it sends fits its outgoing area, and what it copies from itself takes room in one of the two. What a
+rank passes on to its node leaves two rounds after it came: it is packed out of the incoming area
+before that is used again.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from rlhf.reshard.bundles import Bundle
 from rlhf.reshard.plan import Far, ReshardPlan
@@ -19,6 +20,10 @@ from rlhf.reshard.plan import Far, ReshardPlan
 MAX_PEERS = 64
 RELAY_ROUNDS = 2
 """Rounds between a copy's arrival on a node and its being passed on."""
+
+Area = Literal["incoming", "outgoing"]
+"""Where a rank's copies from itself lie on their way: on the side of the engine, whose process
+takes them from there or puts them there."""
 
 
 @dataclass(frozen=True)
@@ -31,18 +36,22 @@ class Rows:
     round: array[int]
     is_relay: array[int]  # 1: the source passes on what came to it RELAY_ROUNDS rounds before
     num_rounds: int
+    local_area: Area
 
 
-def assign_rounds(plan: ReshardPlan, max_peers: int = MAX_PEERS) -> Rows:
+def assign_rounds(
+    plan: ReshardPlan, max_peers: int = MAX_PEERS, local_area: Area = "incoming"
+) -> Rows:
     """The first round with room at both ends, bundle by bundle as the movement goes on.
 
     Args:
         max_peers: a rank sends to and receives from at most so many others in a round.
+        local_area: the area in which copies from the rank itself take room.
 
     Raises:
         ValueError: something is too large for an area, or goes to more ranks than ``max_peers``.
     """
-    rounds = _Rounds(plan, max_peers)
+    rounds = _Rounds(plan, max_peers, local_area)
     order = sorted(range(len(plan.sendings)), key=lambda i: plan.sendings[i].bundle.middle)
     for i in order:
         sending = plan.sendings[i]
@@ -114,20 +123,23 @@ class _Load:
 class _Rounds:
     """Where copies are put."""
 
-    def __init__(self, plan: ReshardPlan, max_peers: int) -> None:
+    def __init__(self, plan: ReshardPlan, max_peers: int, local_area: Area) -> None:
         # Copies are counted, of which two may go to one peer: the limit is kept all the more.
         max_copies = max_peers if plan.world - 1 > max_peers else sys.maxsize
         self._in = _Load(plan.world, plan.area_bytes, max_copies)
         self._out = _Load(plan.world, plan.area_bytes, max_copies)
+        self._local_area = local_area
+        self._local = self._in if local_area == "incoming" else self._out
         self._rows = tuple(array("l") for _ in range(5))
 
     def rows(self) -> Rows:
         bundles, sources, ranks, rounds, relays = self._rows
-        return Rows(bundles, sources, ranks, rounds, relays, 1 + max(rounds, default=-1))
+        num_rounds = 1 + max(rounds, default=-1)
+        return Rows(bundles, sources, ranks, rounds, relays, num_rounds, self._local_area)
 
     def add_local(self, bundle: int, rank: int, size: int) -> None:
-        number = self._first([(self._in, rank, 1, 0)], size)
-        self._in.take(rank, number, size)
+        number = self._first([(self._local, rank, 1, 0)], size)
+        self._local.take(rank, number, size)
         self._add(bundle, rank, rank, number, 0)
 
     def add_pairs(self, bundle: int, pairs: Iterable[tuple[int, int]], size: int) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlhf.reshard.plan import ReshardPlan, plan
-from rlhf.reshard.rounds import MAX_PEERS, Rows, assign_rounds
+from rlhf.reshard.rounds import MAX_PEERS, Area, Rows, assign_rounds
 from rlhf.reshard.topology import Topology
 from rlhf.reshard.wire import align
 from rlhf.weights.piece import FLOAT8, ITEMSIZES, Box, box_size, show_box
@@ -69,7 +69,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One rank's share of a round; ``local`` lies in the incoming area behind the messages."""
+    """One rank's share of a round; ``local`` lies in the plan's local area behind the messages."""
 
     incoming: tuple[Message, ...]
     outgoing: tuple[Message, ...]
@@ -77,8 +77,15 @@ class Round:
 
     @property
     def arriving(self) -> Iterator[Placed]:
-        """All that lies in the incoming area at the end of the round, by offset."""
+        """All that the rank gets in the round; with a local area of incoming bytes by offset."""
         for message in self.incoming:
+            yield from message.parts
+        yield from self.local
+
+    @property
+    def leaving(self) -> Iterator[Placed]:
+        """All that the rank gives in the round, relayed parts included."""
+        for message in self.outgoing:
             yield from message.parts
         yield from self.local
 
@@ -92,6 +99,7 @@ class RankPlan:
     rounds: tuple[Round, ...]
     incoming_area_bytes: int  # largest round
     outgoing_area_bytes: int
+    local_area: Area = "incoming"
 
 
 def rank_plan(
@@ -102,6 +110,7 @@ def rank_plan(
     itemsize: int,
     area_bytes: int,
     max_peers: int = MAX_PEERS,
+    local_area: Area = "incoming",
 ) -> RankPlan:
     """The rounds of ``rank``.
 
@@ -109,12 +118,13 @@ def rank_plan(
         itemsize: bytes per element at the destination, for places without a dtype of their own.
         area_bytes: no rank's incoming or outgoing bytes of a round exceed it.
         max_peers: nor does it send to or receive from more ranks in one.
+        local_area: on the side of the engine; "outgoing" where that is the source.
 
     Raises:
         ValueError: something is needed and held by no rank; the area is too small.
     """
     made = plan(spread, topology, itemsize, area_bytes)
-    return share(made, assign_rounds(made, max_peers), rank)
+    return share(made, assign_rounds(made, max_peers, local_area), rank)
 
 
 def rank_plans(
@@ -124,10 +134,11 @@ def rank_plans(
     itemsize: int,
     area_bytes: int,
     max_peers: int = MAX_PEERS,
+    local_area: Area = "incoming",
 ) -> list[RankPlan]:
     """The rounds of all ranks."""
     made = plan(spread, topology, itemsize, area_bytes)
-    rows = assign_rounds(made, max_peers)
+    rows = assign_rounds(made, max_peers, local_area)
     return [share(made, rows, rank) for rank in range(spread.world)]
 
 
@@ -136,7 +147,7 @@ def share(made: ReshardPlan, rows: Rows, rank: int) -> RankPlan:
     mine = _Share(made, rank)
     for i in _rows_of(rows, rank):
         mine.add(rows.bundle[i], rows.source[i], rows.destination[i], rows.round[i])
-    return mine.rank_plan(rows.num_rounds)
+    return mine.rank_plan(rows.num_rounds, rows.local_area)
 
 
 def _rows_of(rows: Rows, rank: int) -> Sequence[int]:
@@ -164,17 +175,22 @@ class _Share:
         else:
             self._outgoing[number][destination].append(row)
 
-    def rank_plan(self, num_rounds: int) -> RankPlan:
+    def rank_plan(self, num_rounds: int, local_area: Area) -> RankPlan:
         rounds, in_peak, out_peak = [], 0, 0
         for number in range(num_rounds):
             arriving = self._incoming.get(number, {})
             local = arriving.pop(self._rank, [])
-            messages, at = self._messages(arriving)
-            placed, in_bytes = self._place(local, at)
+            messages, in_bytes = self._messages(arriving)
             sent, out_bytes = self._messages(self._outgoing.get(number, {}))
+            if local_area == "incoming":
+                placed, in_bytes = self._place(local, in_bytes)
+            else:
+                placed, out_bytes = self._place(local, out_bytes)
             rounds.append(Round(messages, sent, placed))
             in_peak, out_peak = max(in_peak, in_bytes), max(out_peak, out_bytes)
-        return RankPlan(self._rank, self._made.itemsize, tuple(rounds), in_peak, out_peak)
+        return RankPlan(
+            self._rank, self._made.itemsize, tuple(rounds), in_peak, out_peak, local_area
+        )
 
     def _messages(self, by_peer: dict[int, list[_Row]]) -> tuple[tuple[Message, ...], int]:
         """Messages back to back, peers ascending; and where they end."""

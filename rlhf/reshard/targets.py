@@ -58,8 +58,14 @@ class EngineTarget:
     def __init__(self, plan: RankPlan, window: Window, dtype: torch.dtype, limit_s: float) -> None:
         """
         Raises:
-            RuntimeError: the window's areas are smaller than the plan's largest round.
+            RuntimeError: the plan keeps local copies in the outgoing area, or the window's areas
+                are smaller than its largest round.
         """
+        if plan.local_area != "incoming":
+            raise RuntimeError(
+                f"rank {plan.rank}: an engine that is written takes local copies too; plan with "
+                "local_area='incoming'"
+            )
         if window.area_bytes < plan.incoming_area_bytes:
             raise RuntimeError(
                 f"rank {plan.rank}: rounds take up to {plan.incoming_area_bytes} bytes, an area of "
@@ -108,9 +114,12 @@ class TensorTarget:
         plan: RankPlan,
         tensors: Mapping[str, Tensor],
         dtype: torch.dtype,
-        device: torch.device,
+        areas: Tensor,
     ) -> None:
         """
+        Args:
+            areas: [2, at least :func:`incoming_bytes`] uint8.
+
         Raises:
             RuntimeError: a tensor is missing or too small.
         """
@@ -120,9 +129,7 @@ class TensorTarget:
         for round_ in plan.rounds:
             for placed in round_.arriving:
                 _check_destination(placed, tensors)
-        ends = (m.offset + m.num_bytes for r in plan.rounds for m in r.incoming)
-        size = align(max(ends, default=0))
-        self._areas = torch.empty(2, size, dtype=torch.uint8, device=device)
+        self._areas = areas
 
     @property
     def staging_bytes(self) -> int:
@@ -155,6 +162,12 @@ class TensorTarget:
     def _write(self, placed: Placed, values: Tensor) -> None:
         transfer = placed.transfer
         self._tensors[transfer.param].detach()[slices_of(transfer.box)].copy_(values)
+
+
+def incoming_bytes(plan: RankPlan) -> int:
+    """What an area for messages must have: without copies from the rank itself."""
+    ends = (m.offset + m.num_bytes for r in plan.rounds for m in r.incoming)
+    return align(max(ends, default=0))
 
 
 def _check_destination(placed: Placed, tensors: Mapping[str, Tensor]) -> None:

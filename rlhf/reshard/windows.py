@@ -154,13 +154,13 @@ class Window:
         return self._sequence
 
     def post(self, num_rounds: int) -> None:
-        """The bytes of the first ``num_rounds`` rounds are in their areas."""
+        """The first ``num_rounds`` rounds are in their areas; in a read, have been taken out."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._write(Word.POSTED, num_rounds)
 
-    def wait_done(self, num_rounds: int, limit_s: float, poll: Poll) -> None:
-        """Wait until the receiver has written ``num_rounds`` rounds.
+    def wait_done(self, num_rounds: int, limit_s: float, poll: Poll, verb: str = "write") -> None:
+        """Wait until the receiver has written, or read, ``num_rounds`` rounds.
 
         Raises:
             ReceiverError: it failed, with its text.
@@ -174,13 +174,13 @@ class Window:
                 self._raise_error(f"it left the update after {self._read(Word.DONE)} rounds")
             return False
 
-        self._wait(done, f"to write round {num_rounds - 1}", limit_s, poll)
+        self._wait(done, f"to {verb} round {num_rounds - 1}", limit_s, poll)
 
     def end(self, num_bytes: int, limit_s: float, poll: Poll) -> None:
         """Close the update: the receiver finishes the model and leaves its loop.
 
         Raises:
-            ReceiverError: it failed, or wrote another number of bytes than ``num_bytes``.
+            ReceiverError: it failed, or copied another number of bytes than ``num_bytes``.
             TimeoutError: it was silent for ``limit_s``.
         """
         self._write(Word.END, End.COMPLETE)
@@ -188,9 +188,9 @@ class Window:
             lambda: self._read(Word.SEQUENCE) >= self._sequence, "to end the update", limit_s, poll
         )
         self.check()
-        written = self._read(Word.BYTES)
-        if written != num_bytes:
-            raise ReceiverError(f"the engine wrote {written} bytes of this update's {num_bytes}")
+        copied = self._read(Word.BYTES)
+        if copied != num_bytes:
+            raise ReceiverError(f"the engine copied {copied} bytes of this update's {num_bytes}")
 
     def abandon(self) -> None:
         """Tell the receiver to leave the update half written."""

@@ -10,12 +10,18 @@ With a GPU the two areas lie in device memory instead (CUDA IPC); the head stays
 The rank posts rounds, the receiver reports them done. Area r % 2 may be overwritten for round r
 only when round r - 2 is done. An update has a number; the rank clears the words and then writes
 the number to START, and the receiver reads no other word of that update before it sees it there.
+
+In a read, which is numbered like an update, the two change places: the receiver fills area r % 2
+with slices of live parameters and sets DONE to r + 1; the rank sends round r, copies what it keeps
+of it, and sets POSTED to r + 1. The receiver fills round r only when POSTED is at least r - 1.
+What the rank passes on for others it puts into the area itself, at offsets that nobody reads into.
 Imported inside SGLang's process: standard library only.
 
 Messages to the receiver are JSON objects:
 
-    {"op": "open", "path", "bytes", "area_bytes", "rounds"}   map the window, check the model
+    {"op": "open", "path", "bytes", "area_bytes", "rounds", "back"}   map, check the model
     {"op": "update", "sequence", "limit_s"}                   write rounds until END
+    {"op": "read", "sequence", "limit_s"}                     read rounds until END
     {"op": "sleep", "free"}                                   spoil or free weights in host memory
     {"op": "table"}                                           describe the live parameters
     {"stages": [message, ...]}                                one per pipeline stage
@@ -36,11 +42,11 @@ ALIGN_BYTES = 16
 class Word(IntEnum):
     """Index of an int64 word at the head of the window."""
 
-    POSTED = 0  # rank: rounds whose bytes are in the window
-    DONE = 1  # receiver: rounds written into live parameters
+    POSTED = 0  # rank: rounds whose bytes are in the window; in a read, have been taken out of it
+    DONE = 1  # receiver: rounds written into live parameters; in a read, put into the window
     END = 2  # rank: no more rounds will be posted, and why (End)
     ERROR = 3  # receiver: length of the error text, 0 = no error
-    BYTES = 4  # receiver: bytes written in this update
+    BYTES = 4  # receiver: bytes written, or read, in this update
     SEQUENCE = 5  # receiver, last of all: update that it has left; below 0: window not yet opened
     START = 6  # rank, last of all: number of the update whose words are clear
     REPLY = 7  # receiver: length of a reply (zlib-compressed JSON) in the text area, 0 = none

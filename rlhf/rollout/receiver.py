@@ -1,7 +1,10 @@
 """The engine's end of a reshard: writes rounds from the shared window into live parameters.
 
+In a restore it reads: live parameters into rounds of the window.
+
 Runs inside SGLang's scheduler process as its custom weight loader (``rlhf.rollout.receiver.load``):
-torch, the standard library, ``rlhf.reshard.wire`` and ``rlhf.platform.pages`` only. One loader call
+torch, the standard library, its own ``rlhf.rollout.receiver_reads``, ``rlhf.reshard.wire`` and
+``rlhf.platform.pages`` only. One loader call
 is one update: it loops over the rounds until the rank ends it. An exception here would kill the
 engine and all around it, so nothing is raised: errors go through the window, where the rank reads
 them.
@@ -19,7 +22,7 @@ import time
 import traceback
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -27,6 +30,7 @@ from torch import Tensor, nn
 
 from rlhf.platform.pages import release_pages
 from rlhf.reshard.wire import HEAD_BYTES, TEXT_AT, TEXT_BYTES, End, Word
+from rlhf.rollout.receiver_reads import check_reads, read_dtype
 
 NAP_S = 1e-4
 RELEASED_BYTES = 2**18
@@ -39,8 +43,10 @@ attention has in a model of fp8 weights."""
 DERIVED_WEIGHTS = ("w_kc", "w_vc")
 """The two halves of a latent attention's ``kv_b_proj``, as its absorbed form takes them."""
 
-Write = tuple[str, tuple[slice, ...], Tensor]
+Slice = tuple[str, tuple[slice, ...], Tensor]
 """Parameter, rectangle in it, the area's bytes as a contiguous tensor."""
+ALL_ROUNDS = 2**62
+"""More rounds than a movement has."""
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +70,7 @@ def _obey_as_stage(model: nn.Module, message: dict[str, Any]) -> None:
     The ranks drive an update through all stages together, so it works beside the scheduler until
     the next call joins it.
     """
-    if message["op"] == "update":
+    if message["op"] in ("update", "read"):
         worker = threading.Thread(target=_update_aside, args=(model, message), daemon=True)
         setattr(model, WORKER, worker)
         worker.start()
@@ -105,7 +111,8 @@ class _Receiver:
         self._words = self._memory[: len(Word) * 8].view(torch.int64)
         self._area_bytes = int(message["area_bytes"])
         self._areas = self._memory[HEAD_BYTES:]
-        self._writes: list[list[Write]] = []
+        self._writes: list[list[Slice]] = []
+        self._reads: list[list[Slice]] = []
         self._refusal = "the window was never opened"
 
     def obey(self, message: dict[str, Any]) -> None:
@@ -115,20 +122,21 @@ class _Receiver:
             {
                 "open": self._open,
                 "update": self._update,
+                "read": self._read,
                 "table": self._table,
             }[op](message)
         except BaseException:  # noqa: BLE001  goes to the rank, which raises it
             self._report(traceback.format_exc())
         finally:
-            if op == "update":
+            if op in ("update", "read"):
                 self._words[Word.SEQUENCE] = int(message["sequence"])
             elif op == "open":
                 # A fresh receiver is inside no update, whatever the window went through before.
                 self._words[Word.SEQUENCE] = self._words[Word.START]
 
     def _open(self, message: dict[str, Any]) -> None:
-        """Map the areas and check every write against the live parameters."""
-        rounds = message["rounds"]
+        """Map the areas and check every write, and read, against the live parameters."""
+        rounds, back = message["rounds"], message["back"]
         self._words[Word.ERROR] = 0
         self._refusal = "the window's opening failed"
         dtypes = defaultdict(
@@ -142,18 +150,27 @@ class _Receiver:
             live.pop(param)
         try:
             _check(live, rounds["writes"], dtypes)
+            if back is not None:
+                check_reads(live, back["reads"], back["dtype"])
         except ValueError as error:
             self._refusal = str(error)
             raise
         self._writes = [
-            [self._write(number, *write, dtypes[write[0]]) for write in writes]
+            [self._slice(number, *write, dtypes[write[0]]) for write in writes]
             for number, writes in enumerate(rounds["writes"])
+        ]
+        self._reads = [
+            [
+                self._slice(number, param, box, offset, read_dtype(dtype, back["dtype"]))
+                for param, box, offset, dtype in reads
+            ]
+            for number, reads in enumerate(back["reads"] if back is not None else [])
         ]
         self._refusal = ""
 
-    def _write(
+    def _slice(
         self, number: int, param: str, box: list[list[int]], offset: int, dtype: torch.dtype
-    ) -> Write:
+    ) -> Slice:
         shape = [stop - start for start, stop in box]
         begin = number % 2 * self._area_bytes + offset
         size = torch.Size(shape).numel() * dtype.itemsize
@@ -162,6 +179,25 @@ class _Receiver:
 
     def _update(self, message: dict[str, Any]) -> None:
         """Write rounds as they are posted, until the rank ends the update."""
+        if not self._run_rounds(message, self._write_round, len(self._writes), ahead=1):
+            return
+        if hasattr(self._model, "post_load_weights"):
+            with torch.no_grad():
+                self._model.post_load_weights()
+        self._synchronize()
+
+    def _read(self, message: dict[str, Any]) -> None:
+        """Read rounds as areas come free, until the rank ends the update."""
+        self._run_rounds(message, self._read_round, len(self._reads), ahead=-1)
+
+    def _run_rounds(
+        self,
+        message: dict[str, Any],
+        run: Callable[[dict[str, Tensor], int], int],
+        num_rounds: int,
+        ahead: int,
+    ) -> bool:
+        """``run`` each round r once the rank has posted r + ``ahead``; False if it gave up."""
         sequence, limit_s = int(message["sequence"]), float(message["limit_s"])
         words, deadline, parent = self._words, time.monotonic() + limit_s, os.getppid()
 
@@ -182,28 +218,40 @@ class _Receiver:
             raise RuntimeError(self._refusal)
         live = _live(self._model)
         done = 0
-        while wait(Word.POSTED, done + 1, f"to post round {done}"):
-            words[Word.BYTES] += self._write_round(live, done)
+        while wait(
+            Word.POSTED,
+            done + ahead if ahead > 0 or done < num_rounds else ALL_ROUNDS,
+            f"to post round {done}",
+        ):
+            words[Word.BYTES] += run(live, done)
             done += 1
             words[Word.DONE] = done
             deadline = time.monotonic() + limit_s
         if int(words[Word.END]) == End.ABANDON:
-            return
-        if done != len(self._writes):
-            raise RuntimeError(
-                f"the rank ended the update after {done} of {len(self._writes)} rounds"
-            )
-        if hasattr(self._model, "post_load_weights"):
-            with torch.no_grad():
-                self._model.post_load_weights()
-        self._synchronize()
+            return False
+        if done != num_rounds:
+            raise RuntimeError(f"the rank ended the update after {done} of {num_rounds} rounds")
+        return True
 
     def _write_round(self, live: dict[str, Tensor], number: int) -> int:
         """Copy a round into the parameters; the bytes written."""
+        return self._copy(self._writes, number, lambda part, values: part.copy_(values), live)
+
+    def _read_round(self, live: dict[str, Tensor], number: int) -> int:
+        """Copy a round out of the parameters, cast to what is trained; the bytes read."""
+        return self._copy(self._reads, number, lambda part, values: values.copy_(part), live)
+
+    def _copy(
+        self,
+        rounds: list[list[Slice]],
+        number: int,
+        copy: Callable[[Tensor, Tensor], Tensor],
+        live: dict[str, Tensor],
+    ) -> int:
         num_bytes = 0
-        for param, box, values in self._writes[number]:
+        for param, box, values in rounds[number]:
             try:
-                live[param].data[box].copy_(values)
+                copy(live[param].data[box], values)
             except Exception as error:
                 raise RuntimeError(f"round {number}, parameter {param}{box}: {error}") from error
             num_bytes += values.numel() * values.element_size()
