@@ -59,6 +59,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, help="of training and of all engines")
     parser.add_argument("--train", metavar="tp=8,pp=4,...", help="training layout")
     parser.add_argument("--rollout", metavar="tp=8,dp=8,...", help="engines' layout")
+    parser.add_argument("--mtp", action="store_true", help="with multi-token prediction layers")
     parser.add_argument("--ranks-per-node", type=int, default=8)
     parser.add_argument("--window-mib", type=int, help=f"staging window ({WINDOW_MIB})")
     parser.add_argument("--nic-gbs", type=float, default=45.0, help="GB/s per rank, each way (45)")
@@ -85,11 +86,12 @@ def run(args: Namespace) -> str:
     request = read_request(args)
     shape, train, rollout = request.shape, request.train, request.rollout
     weights = Weights(
-        model_bytes(shape, request.itemsize), train_bytes_mean(shape, train, request.itemsize)
+        model_bytes(shape, request.itemsize, mtp=args.mtp),
+        train_bytes_mean(shape, train, request.itemsize, mtp=args.mtp),
     )
     topology = Topology.of(train.world, request.ranks_per_node)
     began = time.perf_counter()
-    spread = reshard_spread(shape, train, rollout)
+    spread = reshard_spread(shape, train, rollout, mtp=args.mtp)
     spread_s = time.perf_counter() - began
     moves = plan_moves(
         spread,
@@ -203,15 +205,18 @@ def _checked(
     )
 
 
-def model_bytes(shape: ModelShape, itemsize: int) -> int:
+def model_bytes(shape: ModelShape, itemsize: int, *, mtp: bool = False) -> int:
     """Of all tensors of the checkpoint."""
-    return _bytes_of(full_pieces(shape), itemsize)
+    return _bytes_of(full_pieces(shape, mtp=mtp), itemsize)
 
 
-def train_bytes_mean(shape: ModelShape, layout: TrainLayout, itemsize: int) -> float:
+def train_bytes_mean(
+    shape: ModelShape, layout: TrainLayout, itemsize: int, *, mtp: bool = False
+) -> float:
     """Of a training shard. Its size depends on the tp rank (vocabulary padding) and the stage."""
     ranks = [layout.rank(tp=tp, pp=pp) for tp in range(layout.tp) for pp in range(layout.pp)]
-    return sum(_bytes_of(train_pieces(shape, layout, r), itemsize) for r in ranks) / len(ranks)
+    shards = [train_pieces(shape, layout, rank, mtp=mtp) for rank in ranks]
+    return sum(_bytes_of(pieces, itemsize) for pieces in shards) / len(ranks)
 
 
 def _bytes_of(pieces: Iterable[Piece], itemsize: int) -> int:

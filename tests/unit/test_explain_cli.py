@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 from argparse import ArgumentParser
@@ -17,9 +18,10 @@ from rlhf.cli import main
 from rlhf.dist.layout_text import parse_rollout, parse_train
 from rlhf.explain import add_arguments, read_request, train_bytes_mean
 from rlhf.reshard.explain import Explanation
+from rlhf.weights.families import full_shapes, rollout_pieces
 from rlhf.weights.find_model import find_model, known_models
 from tests.helpers.recipes import RECIPES, SLOW
-from tests.helpers.reshard_oracle import count_costs
+from tests.helpers.reshard_oracle import count_costs, shard_bytes
 from tests.helpers.shapes import shapes, train_layouts
 
 ROOT = Path(__file__).parents[2]
@@ -107,6 +109,27 @@ def test_a_mean_over_stages_and_tensor_ranks_is_that_of_all_ranks(data):
     assert train_bytes_mean(shape, layout, 2) == pytest.approx(costs.train_shard_mean)
 
 
+def test_layers_for_multi_token_prediction_are_counted_when_asked(capsys):
+    """DeepSeek-V3's: a layer of experts and a projection, in bfloat16 but for a bias."""
+    words = "--model deepseek-v3-671b --ranks 8 --train ep=8 --rollout tp=8,ep=8 --json"
+    without, with_mtp = (json.loads(_run(capsys, words + more)) for more in ("", " --mtp"))
+    shape = find_model("deepseek-v3-671b")
+    added = {
+        name: math.prod(dims)
+        for name, dims in full_shapes(shape, mtp=True).items()
+        if name.startswith("model.layers.61.")
+    }
+    bias = added["model.layers.61.mlp.gate.e_score_correction_bias"]
+    assert with_mtp["model_bytes"] - without["model_bytes"] == 2 * sum(added.values()) + 2 * bias
+    layout, more = parse_rollout("tp=8,ep=8", 8), 0
+    for rank in range(8):
+        pieces = rollout_pieces(shape, layout, rank, mtp=True)
+        more += shard_bytes([p for p in pieces if p.param.startswith("draft.")], 2)
+    arrived = [r["moved_bytes_total"] + r["local_bytes_total"] for r in (without, with_mtp)]
+    assert arrived[1] - arrived[0] == more
+    assert with_mtp["moved_bytes_total"] == with_mtp["lower_bound_bytes"]
+
+
 def test_the_record_names_each_key_once(capsys):
     text = _run(capsys, f"{MOONLIGHT} --json")
     names = [name for name, _ in json.loads(text, object_pairs_hook=list)]
@@ -177,6 +200,7 @@ def test_a_fault_of_a_configuration_is_named_with_its_place(capsys, tmp_path):
         (f"{MOONLIGHT} --train tp=3 --ranks 48", "train.tp: 3 must divide the model's attention"),
         (f"{MOONLIGHT} --rollout tp=16,dp=4,a2a=deepep", "rollout.ep: must equal rollout.tp=16"),
         (f"{MOONLIGHT} --train pp=2,first=30", "27 layers cannot be spread over pp=2"),
+        (f"{MOONLIGHT} --mtp", "mtp: must be false: num_nextn_predict_layers of the model is 0"),
         (f"a.yaml {MOONLIGHT}", "a.yaml says model and layouts; leave out --model, --train, --ro"),
         ("nowhere.yaml", "nowhere.yaml: no such file"),
     ],

@@ -5,15 +5,19 @@ from __future__ import annotations
 import pytest
 
 from rlhf.dist.layout import LayoutError, RolloutLayout, TrainLayout
+from rlhf.reshard.schedule import rank_plans
+from rlhf.reshard.topology import Topology
 from rlhf.weights.families import (
     full_pieces,
     full_shapes,
     mtp_layers,
+    reshard_spread,
     rollout_param_shapes,
     rollout_pieces,
     train_param_shapes,
     train_pieces,
 )
+from tests.helpers.reshard_oracle import count_costs_of_shards, shard_bytes
 from tests.helpers.shapes import make_shape
 from tests.unit.test_families import check_cover, check_tiling
 
@@ -81,6 +85,36 @@ def test_mtp_layers_are_added_to_what_an_engine_holds(family, quantization):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "train,rollout",
+    [
+        (TrainLayout(1), RolloutLayout(1)),
+        (TrainLayout(8, tp=2, pp=2, ep=2, etp=1), RolloutLayout(8, tp=4, dp=2, ep=2)),
+        (TrainLayout(8, pp=2, vpp=2, ep=4), RolloutLayout(8, tp=4, ep=4, a2a="deepep")),
+        (TrainLayout(4, tp=2, ep=2), RolloutLayout(4, tp=2)),
+    ],
+)
+def test_mtp_layers_are_moved_with_the_rest(family, train, rollout):
+    """Everything that is asked arrives, and what crosses ranks is the least possible."""
+    shape, ranks, topology = _shape(family), range(train.world), Topology.of(train.world, 2)
+    held = [train_pieces(shape, train, rank, mtp=True) for rank in ranks]
+    needed = [rollout_pieces(shape, rollout, rank, mtp=True) for rank in ranks]
+    plans = rank_plans(
+        reshard_spread(shape, train, rollout, mtp=True), topology, itemsize=2, area_bytes=1 << 16
+    )
+    arrived = [[p.transfer for r in mine.rounds for p in r.arriving] for mine in plans]
+    for pieces, transfers in zip(needed, arrived, strict=True):
+        assert {p.param for p in pieces} == {t.param for t in transfers}
+        assert sum(t.num_bytes for t in transfers) == shard_bytes(pieces, 2)
+    costs = count_costs_of_shards(held, needed, topology.nodes, 2)
+    moved = [t for transfers in arrived for t in transfers if t.source != t.destination]
+    assert sum(t.num_bytes for t in moved) == costs.lower_bound
+    nodes = topology.nodes
+    crossing = sum(t.num_bytes for t in moved if nodes[t.source] != nodes[t.destination])
+    assert crossing == costs.cross_node_lower_bound
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_mtp_layers_follow_the_layers_in_the_checkpoint(family):
     shape = _shape(family, 2, num_hidden_layers=3)
     assert list(mtp_layers(shape)) == [3, 4]
@@ -113,6 +147,16 @@ def test_mtp_layers_follow_the_layers_in_the_checkpoint(family):
         ),
         (
             lambda: rollout_pieces(_shape("glm4_moe"), RolloutLayout(2, pp=2), 0, mtp=True),
+            "rollout.pp: must be 1, is 2",
+        ),
+        (
+            lambda: reshard_spread(make_shape(), TrainLayout(1), RolloutLayout(1), mtp=True),
+            "llama has no layers for multi",
+        ),
+        (
+            lambda: reshard_spread(
+                _shape("deepseek_v3"), TrainLayout(2), RolloutLayout(2, pp=2), mtp=True
+            ),
             "rollout.pp: must be 1, is 2",
         ),
     ],

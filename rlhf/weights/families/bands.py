@@ -97,17 +97,23 @@ class _Side:
     table: Callable[[Block], Mapping[str, Operation]]
     layers: Mapping[int, tuple[int, str]]  # layer -> stage, prefix of its parameters
     experts: list[Sequence[int]]  # by expert-parallel rank: what lies in its slots
-    shards: list[list[Piece]]  # outside the layers, by rank
+    shards: list[list[Piece]]  # outside the layers, MTP layers among it, by rank
     seating: Seating
 
 
-def reshard_spread(shape: ModelShape, train: TrainLayout, rollout: RolloutLayout) -> Spread:
+def reshard_spread(
+    shape: ModelShape, train: TrainLayout, rollout: RolloutLayout, *, mtp: bool = False
+) -> Spread:
     """From training to the engines.
 
+    Args:
+        mtp: with the layers for multi-token prediction, into the engines' draft models.
+
     Raises:
-        LayoutError: a layout does not fit the model.
+        LayoutError: a layout does not fit the model, or the model has no such layers.
     """
-    return _spread(shape, _train_side(shape, train), _rollout_side(shape, rollout), train)
+    sides = _train_side(shape, train, mtp), _rollout_side(shape, rollout, mtp)
+    return _spread(shape, *sides, train)
 
 
 def restore_spread(shape: ModelShape, train: TrainLayout, rollout: RolloutLayout) -> Spread:
@@ -119,7 +125,7 @@ def restore_spread(shape: ModelShape, train: TrainLayout, rollout: RolloutLayout
     return _spread(shape, _rollout_side(shape, rollout), _train_side(shape, train), train)
 
 
-def _train_side(shape: ModelShape, layout: TrainLayout) -> _Side:
+def _train_side(shape: ModelShape, layout: TrainLayout, mtp: bool = False) -> _Side:
     check_train(shape, layout)
     layers: dict[int, tuple[int, str]] = {}
     for stage in range(layout.pp):
@@ -134,12 +140,12 @@ def _train_side(shape: ModelShape, layout: TrainLayout) -> _Side:
         table=lambda block: block.train,
         layers=layers,
         experts=[local_experts(shape, layout.ep, rank) for rank in range(layout.ep)],
-        shards=[outer_pieces(shape, layout, rank) for rank in range(layout.world)],
+        shards=[outer_pieces(shape, layout, rank, mtp=mtp) for rank in range(layout.world)],
         seating=TrainSeating(layout),
     )
 
 
-def _rollout_side(shape: ModelShape, layout: RolloutLayout) -> _Side:
+def _rollout_side(shape: ModelShape, layout: RolloutLayout, mtp: bool = False) -> _Side:
     check_rollout(shape, layout)
     layers = {
         number: (stage, f"model.layers.{number}.")
@@ -147,7 +153,7 @@ def _rollout_side(shape: ModelShape, layout: RolloutLayout) -> _Side:
         for number in engine_layers(shape.num_layers, layout.pp, stage)
     }
     plain = layout.quantization == "none"
-    engine = [outer_pieces(shape, layout, rank) for rank in range(layout.engine_size)]
+    engine = [outer_pieces(shape, layout, rank, mtp=mtp) for rank in range(layout.engine_size)]
     return _Side(
         grids=tuple(rollout_grid(shape, layout, seat) for seat in range(layout.tp)),
         expert_grids=tuple(rollout_grid(shape, layout, seat) for seat in range(layout.expert_tp)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from rlhf.dist.layout import LayoutError, RolloutLayout, TrainLayout
@@ -202,12 +202,12 @@ def _rollout_params(
     shape: ModelShape, layout: RolloutLayout, rank: int, mtp: bool = False
 ) -> Iterator[_Param]:
     check_rollout(shape, layout)
-    if mtp and (faults := list(draft_faults(shape.num_mtp_layers, layout.pp))):
-        raise LayoutError(faults)
     return _params(shape, _rollout_side(shape, layout, rank, mtp))
 
 
 def _rollout_side(shape: ModelShape, layout: RolloutLayout, rank: int, mtp: bool = False) -> _Side:
+    if mtp and (faults := list(draft_faults(shape.num_mtp_layers, layout.pp))):
+        raise LayoutError(faults)
     at = layout.coord(rank)
     layers = engine_layers(shape.num_layers, layout.pp, at.pp)
     plain = layout.quantization == "none"
@@ -221,14 +221,19 @@ def _rollout_side(shape: ModelShape, layout: RolloutLayout, rank: int, mtp: bool
     )
 
 
-def outer_pieces(shape: ModelShape, layout: TrainLayout | RolloutLayout, rank: int) -> list[Piece]:
-    """What ``rank`` holds of the tensors outside the layers."""
+def outer_pieces(
+    shape: ModelShape, layout: TrainLayout | RolloutLayout, rank: int, *, mtp: bool = False
+) -> list[Piece]:
+    """What ``rank`` holds of the tensors outside the layers; MTP layers are none of these."""
     side = (
-        _train_side(shape, layout, rank)
+        _train_side(shape, layout, rank, mtp)
         if isinstance(layout, TrainLayout)
-        else _rollout_side(shape, layout, rank)
+        else _rollout_side(shape, layout, rank, mtp)
     )
-    params = (p for chunk in side.chunks for p, _ in _outer_params(shape, side, chunk))
+    params: list[_Param] = []
+    for chunk in side.chunks:
+        params += (param for param, _ in _outer_params(shape, side, chunk))
+        params += _mtp_params(shape, side, chunk)
     return _pieces(params)
 
 
@@ -246,11 +251,14 @@ def _params(shape: ModelShape, side: _Side) -> Iterator[_Param]:
             for name, laid in by_kind[shape.has_experts(number)]:
                 yield _Param(own + name, hf_prefix, laid)
         yield from (p for p, stage in outer if stage is not Stage.FIRST)
-        if side.mtp_prefix is not None and chunk.is_last:
-            yield from _mtp_params(shape, side, chunk.prefix + side.mtp_prefix)
+        yield from _mtp_params(shape, side, chunk)
 
 
-def _mtp_params(shape: ModelShape, side: _Side, prefix: str) -> Iterator[_Param]:
+def _mtp_params(shape: ModelShape, side: _Side, chunk: _Chunk) -> Iterator[_Param]:
+    """None but on the last chunk."""
+    if side.mtp_prefix is None or not chunk.is_last:
+        return
+    prefix = chunk.prefix + side.mtp_prefix
     for index, number in enumerate(mtp_layers(shape)):
         hf_prefix = HF_LAYER_PREFIX.format(layer=number)
         for name, laid in _lay_layer(shape, side, _mtp_block(shape, number)):
@@ -301,7 +309,7 @@ def _outer_params(shape: ModelShape, side: _Side, chunk: _Chunk) -> Iterator[tup
         yield _Param(chunk.prefix + outer.param, "", laid), outer.stage
 
 
-def _pieces(params: Iterator[_Param]) -> list[Piece]:
+def _pieces(params: Iterable[_Param]) -> list[Piece]:
     return [
         Piece(param.hf_prefix + part.tensor, part.region, param.name, part.local, param.laid.dtype)
         for param in params
