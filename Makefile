@@ -15,7 +15,7 @@ export OMP_WAIT_POLICY = PASSIVE
 export GOMP_SPINCOUNT = 0
 export HF_HUB_OFFLINE = 1
 
-.PHONY: install demo model test lint format test-unit test-dist test-e2e test-full \
+.PHONY: install demo model test lint format test-unit test-dist test-e2e test-full test-reshard-full \
         bench $(BENCHES:%=bench-%) bench-peer bench-copy gpu-check clean
 
 install: $(VENV)/installed-$(FLAVOUR)
@@ -66,6 +66,10 @@ test-e2e: install model
 
 test-full: install model
 	$(PYTEST) tests
+
+# every family over every pair of layouts against SGLang's own classes, and in live engines
+test-reshard-full: install model
+	$(PYTEST) tests/dist/test_reshard_matrix.py tests/e2e/test_engine_layouts.py
 
 bench: install model
 	$(BIN)/python -m rlhf.bench.suite $(BENCHES) $(ARGS)

@@ -1,22 +1,17 @@
 """The training tables against Megatron itself: what a rank's model has, by name, shape and dtype.
 
-One process stands for each rank in turn, in a world that does not exist: the groups are of torch's
-fake backend, and building a model asks no peer for anything.
+One process stands for each rank in turn, in a world that does not exist.
 """
 
 from __future__ import annotations
 
-import multiprocessing as mp
-from typing import Any
-
 import pytest
 import torch
 
-from rlhf.config.schema import ModelSection, TrainSection
 from rlhf.dist.layout import TrainLayout
 from rlhf.weights.families import train_param_shapes, train_pieces
 from rlhf.weights.model_shape import load_model_shape
-from rlhf.platform.fake_world import fake_groups
+from tests.helpers.megatron_rank import as_rank, frozen_model, in_megatron
 from tests.helpers.shards import dtypes_of
 from tests.helpers.tiny_models import make_tiny
 
@@ -53,39 +48,11 @@ RANKS = {
 Table = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
-def _tables(pipe: Any, folders: dict[str, str]) -> None:
-    """Child: the table of each rank, or the error that building it gave."""
-    from rlhf.platform.megatron_cpu import install
-
-    install()
-    for family, layout, rank in RANKS.values():
-        try:
-            pipe.send(_table(folders[family], layout, rank))
-        except Exception as error:  # noqa: BLE001  the test of this rank raises it
-            pipe.send(error)
-
-
-def _table(folder: str, layout: TrainLayout, rank: int) -> Table:
-    import torch.distributed as dist
-
-    from rlhf.mcore import parallel
-    from rlhf.mcore.model import build_model
-
-    try:
-        with fake_groups(rank, layout.world):
-            parallel.initialize(layout, timeout_s=60, seed=1)
-        train = TrainSection(tp=layout.tp, sequence_parallel=layout.tp > 1)
-        model = build_model(
-            load_model_shape(folder),
-            layout,
-            ModelSection(path=folder, dtype="bfloat16"),
-            train,
-            trainable=False,
-        )
-        return {name: (tuple(p.shape), p.dtype) for name, p in model.params.items()}
-    finally:
-        parallel.shutdown()
-        dist.destroy_process_group()
+def _table(job: tuple[str, TrainLayout, int]) -> Table:
+    folder, layout, rank = job
+    with as_rank(layout, rank):
+        params = frozen_model(folder, layout).params
+        return {name: (tuple(p.shape), p.dtype) for name, p in params.items()}
 
 
 @pytest.fixture(scope="module")
@@ -99,16 +66,8 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tables(folders):
-    context = mp.get_context("spawn")
-    mine, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_tables, args=(theirs, folders))
-    process.start()
-    theirs.close()
-    try:
-        return {key: mine.recv() for key in RANKS}
-    finally:
-        process.kill()
-        process.join()
+    jobs = [(folders[family], layout, rank) for family, layout, rank in RANKS.values()]
+    return dict(zip(RANKS, in_megatron(_table, jobs), strict=True))
 
 
 @pytest.mark.parametrize("key", RANKS)
@@ -119,7 +78,6 @@ def test_tables_equal_megatrons_parameters(folders, tables, key):
     shape = load_model_shape(folders[family])
     dtypes = dtypes_of(train_pieces(shape, layout, rank), torch.bfloat16)
     wanted = {
-        name: (size, dtypes[name])
-        for name, size in train_param_shapes(shape, layout, rank).items()
+        name: (size, dtypes[name]) for name, size in train_param_shapes(shape, layout, rank).items()
     }
     assert tables[key] == wanted

@@ -5,7 +5,6 @@ Megatron's are built in a process that stands for each rank in turn, as in test_
 
 from __future__ import annotations
 
-import multiprocessing as mp
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ import torch
 
 from rlhf.config.schema import ModelSection, TrainSection
 from rlhf.dist.layout import RolloutLayout, TrainLayout
-from rlhf.platform.fake_world import fake_groups
 from rlhf.rollout.receiver import DERIVED
 from rlhf.weights.families import (
     rollout_param_shapes,
@@ -22,6 +20,7 @@ from rlhf.weights.families import (
     train_pieces,
 )
 from rlhf.weights.model_shape import load_model_shape
+from tests.helpers.megatron_rank import as_rank, in_megatron
 from tests.helpers.sglang_probe import Coded, load_many
 from tests.helpers.shards import cut, dtypes_of, random_checkpoint
 from tests.helpers.tiny_models import make_tiny
@@ -66,26 +65,10 @@ def folders(tmp_path_factory):
     }
 
 
-def _build_all(pipe: Any, folders: dict[str, str]) -> None:
-    from rlhf.platform.megatron_cpu import install
-
-    install()
-    for family, layout, rank in BUILT.values():
-        try:
-            pipe.send(_built(folders[family], layout, rank))
-        except Exception as error:  # noqa: BLE001  the test of this rank raises it
-            pipe.send(error)
-
-
-def _built(folder: str, layout: TrainLayout, rank: int) -> Table:
-    import torch.distributed as dist
-
-    from rlhf.mcore import parallel
-
-    try:
-        with fake_groups(rank, layout.world):
-            parallel.initialize(layout, timeout_s=60, seed=1)
-        out: Table = {}
+def _built(job: tuple[str, TrainLayout, int]) -> Table:
+    folder, layout, rank = job
+    out: Table = {}
+    with as_rank(layout, rank):
         for chunk in range(layout.vpp):
             model = _chunk(folder, layout, chunk if layout.vpp > 1 else None)
             named = [*model.named_parameters(), *model.named_buffers()]
@@ -95,10 +78,7 @@ def _built(folder: str, layout: TrainLayout, rank: int) -> Table:
                 for name, tensor in named
                 if isinstance(tensor, torch.nn.Parameter) or name.endswith("expert_bias")
             }
-        return out
-    finally:
-        parallel.shutdown()
-        dist.destroy_process_group()
+    return out
 
 
 def _chunk(folder: str, layout: TrainLayout, chunk: int | None) -> Any:
@@ -112,9 +92,7 @@ def _chunk(folder: str, layout: TrainLayout, chunk: int | None) -> Any:
 
     shape = load_model_shape(folder)
     train = TrainSection(tp=layout.tp, sequence_parallel=layout.tp > 1)
-    config = transformer_config(
-        shape, layout, ModelSection(path=folder, dtype="bfloat16"), train
-    )
+    config = transformer_config(shape, layout, ModelSection(path=folder, dtype="bfloat16"), train)
     config.mtp_num_layers = shape.num_mtp_layers
     spec = decoder_spec(config, shape, train.moe, chunk)
     last = parallel_state.is_pipeline_last_stage(False, chunk)
@@ -182,16 +160,8 @@ def _mtp_spec(decoder: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def built(folders):
-    context = mp.get_context("spawn")
-    mine, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_build_all, args=(theirs, folders))
-    process.start()
-    theirs.close()
-    try:
-        return {key: mine.recv() for key in BUILT}
-    finally:
-        process.kill()
-        process.join()
+    jobs = [(folders[family], layout, rank) for family, layout, rank in BUILT.values()]
+    return dict(zip(BUILT, in_megatron(_built, jobs), strict=True))
 
 
 @pytest.mark.parametrize("key", BUILT)

@@ -28,10 +28,15 @@ class Killed(Probe):
 
 @dataclass(frozen=True)
 class Live:
-    """A parameter as SGLang loaded it; elements that nothing wrote are -1."""
+    """A parameter of an engine, to be pickled."""
 
     values: Any  # float32 array
     dtype: str
+
+    @classmethod
+    def of(cls, tensor: Any) -> Live:
+        """A copy."""
+        return cls(tensor.detach().float().numpy(), str(tensor.dtype).removeprefix("torch."))
 
 
 def look(probe: Probe) -> Probed | dict[str, Live]:
@@ -47,6 +52,7 @@ def load_many(probes: Sequence[Coded]) -> list[dict[str, Live]]:
 
 
 def live_parameters(probe: Coded) -> dict[str, Live]:
+    """Live parameters by name; elements that nothing wrote are -1."""
     import torch
 
     from rlhf.rollout.sglang_model import build_model
@@ -66,7 +72,23 @@ def live_parameters(probe: Coded) -> dict[str, Live]:
     if probe.draft:
         full = random_checkpoint(shape, mtp=True)
     model.load_weights(iter(full.items()))
-    return {
-        name: Live(p.detach().float().numpy(), str(p.dtype).removeprefix("torch."))
-        for name, p in model.named_parameters()
-    }
+    return _live(model)
+
+
+def loaded_parameters(probe: Probe) -> dict[str, Live]:
+    """Live parameters by name, of the weights in the probe's folder; what nothing wrote is NaN."""
+    from pathlib import Path
+
+    from safetensors.torch import load_file
+
+    from rlhf.rollout.sglang_model import build_model
+
+    model = build_model(probe.folder, probe.layout, probe.rank, probe.dtype, "cpu")
+    for parameter in model.parameters():
+        parameter.data.fill_(float("nan"))
+    model.load_weights(iter(load_file(Path(probe.folder, "model.safetensors")).items()))
+    return _live(model)
+
+
+def _live(model: Any) -> dict[str, Live]:
+    return {name: Live.of(parameter) for name, parameter in model.named_parameters()}
