@@ -1,4 +1,4 @@
-"""``rlhf train | eval | convert | explain | doctor``: thin; commands are functions elsewhere."""
+"""``rlhf train | eval | convert | plan | explain | doctor``: thin; the work is done elsewhere."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rlhf.ending import outlive_stdout
 from rlhf.explain import add_arguments as add_explain_arguments
+from rlhf.plan import add_arguments as add_plan_arguments
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,6 +33,9 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("source", nargs="?", help="HF folder, a run, or a checkpoint of a run")
     convert.add_argument("target", help="folder to write")
     convert.set_defaults(run=_convert)
+    plan = commands.add_parser("plan", help="does it fit: memory of each rank in each phase")
+    add_plan_arguments(plan)
+    plan.set_defaults(run=_plan)
     explain = commands.add_parser("explain", help="what moving the weights to the engines costs")
     add_explain_arguments(explain)
     explain.set_defaults(run=_explain)
@@ -105,6 +109,14 @@ def _convert(args: argparse.Namespace) -> int:
 
     print(convert(Path(args.source), Path(args.target)))
     return 0
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from rlhf.plan import run
+
+    text, fits = run(args)
+    print(text)
+    return 0 if fits else 1
 
 
 def _explain(args: argparse.Namespace) -> int:

@@ -20,7 +20,7 @@ from rlhf.weights.families import (
     train_pieces,
 )
 from rlhf.weights.find_model import find_model, known_models
-from rlhf.weights.model_shape import ModelShape, load_model_shape
+from rlhf.weights.model_shape import ModelShape
 from rlhf.weights.piece import ITEMSIZES, Piece, box_size
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
@@ -110,8 +110,11 @@ def run(args: Namespace) -> str:
     return explanation_text(explanation, request.name, train, rollout)
 
 
-def read_request(args: Namespace) -> Request:
+def read_request(args: Namespace, command: str = "explain") -> Request:
     """From a configuration, or from ``--model`` and the layouts.
+
+    Args:
+        command: what the user called.
 
     Raises:
         ValueError: as :func:`run`.
@@ -129,13 +132,13 @@ def read_request(args: Namespace) -> Request:
             f"{args.config} says model and layouts; leave out {', '.join(given)}, "
             "or give --model without a configuration"
         )
-    return _from_config(args) if args.config is not None else _from_options(args)
+    return _from_config(args) if args.config is not None else _from_options(args, command)
 
 
-def _from_options(args: Namespace) -> Request:
+def _from_options(args: Namespace, command: str) -> Request:
     if args.model is None:
         raise ValueError(
-            "rlhf explain CONFIG, or rlhf explain --model NAME --ranks N --train ... "
+            f"rlhf {command} CONFIG, or rlhf {command} --model NAME --ranks N --train ... "
             f"--rollout ...; known names are {', '.join(known_models())}"
         )
     missing = [f"--{name}" for name in MODEL_OPTIONS if getattr(args, name) is None]
@@ -159,7 +162,7 @@ def _from_config(args: Namespace) -> Request:
     config = load_config(args.config, args.overrides)
     ranks = args.ranks or config.dist.ranks or default_ranks()
     try:
-        shape = load_model_shape(config.model.path)
+        shape = find_model(config.model.path)
     except ValueError as error:
         raise ConfigError([f"{args.config}:model.path: {error}"]) from None
     exchange = _Exchange(

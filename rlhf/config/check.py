@@ -17,6 +17,7 @@ from rlhf.config.faults import ConfigError
 from rlhf.config.schema import (
     Config,
     JsonlSource,
+    MemorySection,
     ReasoningGymSource,
     RolloutSection,
     SamplingSection,
@@ -67,6 +68,7 @@ def check_config(config: Config, shape: ModelShape, world: int, source: str = "c
         lambda: _length_faults(config, shape),
         lambda: _engine_faults(config, world),
         lambda: _memory_faults(config, shape),
+        lambda: _unbuilt_faults(config.memory),
         lambda: optimizer_faults(config),
         lambda: _data_faults(config),
         lambda: _path_faults(config),
@@ -180,6 +182,15 @@ def _feature_faults(rollout: RolloutSection, shape: ModelShape) -> Iterator[str]
             f"rollout.routes: needs rollout.pp=1, is {rollout.pp}: a stage knows the routes of its "
             "own layers only; use rollout.tp and rollout.ep"
         )
+
+
+def _unbuilt_faults(memory: MemorySection) -> Iterator[str]:
+    usual = MemorySection()
+    for key, value in memory:
+        if value != (now := getattr(usual, key)):
+            yield (
+                f"memory.{key}: not built yet: {value}; only `rlhf plan` knows it, set it to {now}"
+            )
 
 
 def batch_faults(prompts: int, samples: int, updates: int, dp: int) -> Iterator[str]:

@@ -152,6 +152,18 @@ class ReshardSection(Section):
     timeout_s: Seconds = 120
 
 
+class MemorySection(Section):
+    """Who gives up device memory in phases that do without it."""
+
+    time_slice: Literal["engine", "all"] = "engine"
+    """engine: engines while the models are trained, gradients while engines run. all: also the
+    weights of each role outside its phases, and the KV cache while weights move (not built yet:
+    known to `rlhf plan` only)."""
+    optimizer: Literal["device", "host"] = "device"
+    """Where masters and moments are. host: they pass through the device in two buffers at each
+    update (not built yet: known to `rlhf plan` only)."""
+
+
 class JsonlSource(Section):
     """Rows of a JSONL file."""
 
@@ -352,6 +364,7 @@ class Config(Section):
     train: TrainSection = TrainSection()
     rollout: RolloutSection = RolloutSection()
     reshard: ReshardSection = ReshardSection()
+    memory: MemorySection = MemorySection()
     data: DataSection
     algorithm: AlgorithmSection = AlgorithmSection()
     batch: BatchSection

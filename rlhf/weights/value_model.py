@@ -14,6 +14,7 @@ from typing import Any
 
 from rlhf.dist.layout import TrainLayout
 from rlhf.weights.families import full_shapes, train_param_shapes, train_pieces
+from rlhf.weights.find_model import find_config, find_model
 from rlhf.weights.hf_checkpoint import check_index
 from rlhf.weights.model_shape import ModelShape, load_model_shape, parse_model_shape
 from rlhf.weights.piece import Piece, full_box
@@ -47,6 +48,23 @@ class ValueModel:
             names = train_param_shapes(self.shape, layout, rank)
             pieces += [Piece(SCORE, box, n, box) for n in names if n.endswith(HEAD_PARAM)]
         return pieces
+
+
+def value_model_shape(model: str) -> ModelShape:
+    """The body of a language model or of a classifier; weights need not be there.
+
+    Args:
+        model: as in :func:`rlhf.weights.find_model.find_model`.
+
+    Raises:
+        ValueError: nothing of that name, or not a model that we run.
+    """
+    path = find_config(model)
+    raw = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    names = [str(name) for name in raw.get("architectures") or []]
+    has_head = any(name.endswith(CLASSIFIER) for name in names)
+    shape = _body_shape(path, raw, names) if has_head else find_model(model)
+    return replace(shape, tied_embeddings=False)
 
 
 def load_value_model(folder: str | Path, *, needs_head: bool) -> ValueModel:

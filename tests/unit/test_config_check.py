@@ -111,6 +111,12 @@ def test_context_parallelism_needs_nothing_of_heads_or_engines():
         (["rollout.pp=2"], 2, ["rollout.pp: must be 1, is 2"]),
         (["rollout.a2a=deepep"], 2, ["rollout.a2a: must be none"]),
         (["rollout.quantization=block_fp8"], 2, ["rollout.quantization: must be none"]),
+        (
+            ["memory.time_slice=all"],
+            2,
+            ["memory.time_slice: not built yet: all", "set it to engine"],
+        ),
+        (["memory.optimizer=host"], 2, ["memory.optimizer: not built yet: host", "to device"]),
         (["rollout.routes=true"], 2, ["rollout.routes: must be false: llama has no routed"]),
         (["rollout.tp=3"], 4, ["rollout: world=4 must be a multiple of tp*pp=3"]),
         (["batch.updates_per_step=3"], 1, ["batch.updates_per_step: 3 must divide", "4*4=16"]),

@@ -51,6 +51,7 @@ FLOORS = [
         "doctor",
         "doctor_probe",
         "explain",
+        "plan",
         "state",
     },
 ]

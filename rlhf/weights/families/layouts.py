@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -27,7 +28,7 @@ from rlhf.weights.families.operations import Laid, Operation, Shape
 from rlhf.weights.families.quantized import quantized
 from rlhf.weights.families.table import family_of
 from rlhf.weights.model_shape import ModelShape
-from rlhf.weights.piece import FLOAT32, Piece, full_box
+from rlhf.weights.piece import FLOAT32, ITEMSIZES, Piece, full_box
 from rlhf.weights.spread import EXPERT
 
 HF_LAYER_PREFIX = "model.layers.{layer}."
@@ -156,6 +157,18 @@ def rollout_param_shapes(
 ) -> dict[str, Shape]:
     """SGLang parameter -> local shape, vocabulary padding included."""
     return {p.name: p.laid.shape for p in _rollout_params(shape, layout, rank, mtp)}
+
+
+def rollout_bytes(shape: ModelShape, layout: RolloutLayout, rank: int, itemsize: int) -> int:
+    """Bytes of all of ``rank``'s SGLang parameters, vocabulary padding included.
+
+    Args:
+        itemsize: of the model's dtype; a parameter may have one of its own.
+    """
+    return sum(
+        math.prod(p.laid.shape) * (itemsize if p.laid.dtype is None else ITEMSIZES[p.laid.dtype])
+        for p in _rollout_params(shape, layout, rank)
+    )
 
 
 def rollout_padding_params(shape: ModelShape, layout: RolloutLayout, rank: int) -> set[str]:

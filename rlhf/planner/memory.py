@@ -1,0 +1,292 @@
+"""Who holds how much memory in which phase: Region x rank, and Phase x Region. Pure, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from rlhf.config.schema import (
+    MemorySection,
+    ModelSection,
+    RolloutSection,
+    TrainSection,
+)
+from rlhf.dist.layout import RolloutLayout, TrainLayout
+from rlhf.planner.activations import PassBytes, pass_bytes
+from rlhf.planner.engine_memory import derived_bytes, engine_weight_bytes, kv_token_bytes
+from rlhf.planner.train_memory import (
+    ModelUse,
+    train_bytes,
+)
+from rlhf.weights.model_shape import ModelShape
+
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
+STREAM_BYTES = 2 * 512 * 2**20
+"""On the device while it updates from an optimizer state on the host: two buffers."""
+
+
+class Region(StrEnum):
+    """Memory with one owner."""
+
+    ACTOR = "actor weights"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer"
+    REFERENCE = "reference"
+    CRITIC = "critic weights"
+    CRITIC_GRADIENTS = "critic gradients"
+    CRITIC_OPTIMIZER = "critic optimizer"
+    REWARD_MODEL = "reward model"
+    ENGINE = "engine weights"
+    DERIVED = "engine derived"
+    KV_CACHE = "KV cache"
+    WINDOWS = "windows"
+    SCORING = "pass (forward)"
+    TRAINING = "pass (training)"
+    LOGITS = "logit chunks"
+    OTHER = "context, NCCL, graphs"
+
+
+Regions = frozenset[Region]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A phase, of a role where there are several."""
+
+    phase: str
+    role: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.phase}({self.role})" if self.role else self.phase
+
+
+_ENGINE = frozenset({Region.ENGINE, Region.DERIVED})
+_SERVING = _ENGINE | {Region.KV_CACHE}
+NEEDED: Mapping[Span, Regions] = {
+    Span("ROLLOUT"): _SERVING,
+    Span("SCORE", "reward_model"): frozenset({Region.REWARD_MODEL, Region.SCORING}),
+    Span("SCORE", "actor"): frozenset({Region.ACTOR, Region.SCORING, Region.LOGITS}),
+    Span("SCORE", "reference"): frozenset({Region.REFERENCE, Region.SCORING, Region.LOGITS}),
+    Span("SCORE", "critic"): frozenset({Region.CRITIC, Region.SCORING}),
+    Span("UPDATE", "critic"): frozenset(
+        {Region.CRITIC, Region.CRITIC_GRADIENTS, Region.CRITIC_OPTIMIZER, Region.TRAINING}
+    ),
+    Span("UPDATE", "actor"): frozenset(
+        {Region.ACTOR, Region.GRADIENTS, Region.OPTIMIZER, Region.TRAINING, Region.LOGITS}
+    ),
+    Span("SAVE"): frozenset({Region.ACTOR, Region.OPTIMIZER, Region.CRITIC}),
+    Span("RESHARD"): _ENGINE | {Region.ACTOR},
+    Span("RESTORE"): _ENGINE | {Region.ACTOR},
+    Span("EVAL"): _SERVING,
+}
+"""What a phase cannot be without. RESTORE: the actor's weights come back from the engine's."""
+ALWAYS = frozenset({Region.WINDOWS, Region.OTHER})
+_STATES = frozenset({Region.OPTIMIZER, Region.CRITIC_OPTIMIZER})
+_KEPT_BY_ROLES = _STATES | {Region.ACTOR, Region.REFERENCE, Region.CRITIC, Region.REWARD_MODEL}
+_WITH_GRADIENTS_OF_CRITIC = Span("UPDATE", "actor")
+_ROLES = {
+    "reference": Region.REFERENCE,
+    "critic": Region.CRITIC,
+    "reward_model": Region.REWARD_MODEL,
+}
+
+
+def residency(memory: MemorySection, roles: Iterable[str]) -> dict[Span, Regions]:
+    """Which regions are on the device in which phase.
+
+    - ``time_slice: engine``: roles keep weights and optimizer states in all phases; the engine
+      wakes with its KV cache before RESHARD; a critic's gradients stay until the updates end.
+    - ``time_slice: all``: a phase has what it needs, and optimizer states that are on the device.
+
+    Args:
+        roles: of the run, beside the actor: reference, critic, reward_model.
+    """
+    present = set(roles)
+    absent = {role for role in _ROLES if role not in present}
+    gone = frozenset(_ROLES[role] for role in absent)
+    if "critic" in absent:
+        gone |= {Region.CRITIC_GRADIENTS, Region.CRITIC_OPTIMIZER}
+    whole = memory.time_slice == "all"
+    out = {}
+    for span, needed in NEEDED.items():
+        if span.role in absent or (span.phase == "RESTORE" and not whole):
+            continue
+        held = needed | ALWAYS
+        if memory.optimizer == "device":
+            held |= _STATES
+        if not whole:
+            held |= _KEPT_BY_ROLES if memory.optimizer == "device" else _KEPT_BY_ROLES - _STATES
+            if span.phase == "RESHARD":
+                held |= {Region.KV_CACHE}
+            if span == _WITH_GRADIENTS_OF_CRITIC:
+                held |= {Region.CRITIC_GRADIENTS}
+        if memory.optimizer == "host" and span.phase == "SAVE":
+            held -= _STATES
+        out[span] = held - gone
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What decides the memory of a run."""
+
+    shape: ModelShape
+    train_layout: TrainLayout
+    rollout_layout: RolloutLayout
+    model: ModelSection
+    train: TrainSection
+    rollout: RolloutSection
+    memory: MemorySection
+    window_bytes: int  # of one of a rank's two
+    longest_tokens: int  # of a prompt with its answer
+    reference: bool = False
+    critic: ModelShape | None = None
+    reward_model: ModelShape | None = None
+
+    @property
+    def itemsize(self) -> int:
+        return DTYPE_BYTES[self.model.dtype]
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Beside the actor."""
+        there = {
+            "reference": self.reference,
+            "critic": self.critic is not None,
+            "reward_model": self.reward_model is not None,
+        }
+        return tuple(role for role, is_there in there.items() if is_there)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Where it runs; GB are 1e9 bytes."""
+
+    gpu_bytes: int
+    host_bytes: int  # of a node
+    gpus_per_node: int
+    other_bytes: int  # of a GPU: context, communicators, CUDA graphs, the engine's own buffers
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """Bytes of a job. Lists are by global rank."""
+
+    regions: Mapping[Region, tuple[int, ...]]
+    phases: Mapping[Span, Regions]
+    kv_token_bytes: tuple[int, ...]
+    kv_tokens: int
+    """Of one attention group, on the rank that has least room."""
+    host: tuple[int, ...]  # by node
+
+    def phase_bytes(self, span: Span) -> list[int]:
+        """Sum of the regions that are resident in a phase."""
+        held = [self.regions[region] for region in self.phases[span]]
+        return [sum(parts) for parts in zip(*held, strict=True)]
+
+
+def ledger(job: Job, machine: Machine) -> Ledger:
+    """All regions of all ranks; formulas are with the functions that give each.
+
+    The KV cache has ``rollout.kv_tokens`` tokens, or what ``rollout.mem_fraction`` of the device
+    leaves beside the engine's weights.
+
+    Raises:
+        LayoutError: a layout does not fit its model.
+    """
+    world = job.train_layout.world
+    engine = engine_weight_bytes(job.shape, job.rollout_layout, job.itemsize)
+    derived = derived_bytes(job.shape, job.rollout_layout, job.itemsize)
+    token = kv_token_bytes(job.shape, job.rollout_layout, job.itemsize)
+    tokens = _kv_tokens(job.rollout, machine, _added([engine, derived]), token)
+    roles, host = _roles(job)
+    passes = _passes(job)
+    regions = roles | {
+        Region.ENGINE: engine,
+        Region.DERIVED: derived,
+        Region.KV_CACHE: tuple(tokens * each for each in token),
+        Region.WINDOWS: (2 * job.window_bytes,) * world,
+        Region.SCORING: passes.scoring,
+        Region.TRAINING: passes.training,
+        Region.LOGITS: passes.head,
+        Region.OTHER: (machine.other_bytes,) * world,
+    }
+    per_rank = _added([(0,) * world, *host])
+    return Ledger(
+        regions=regions,
+        phases=residency(job.memory, job.roles),
+        kv_token_bytes=token,
+        kv_tokens=tokens,
+        host=tuple(
+            sum(per_rank[first : first + machine.gpus_per_node])
+            for first in range(0, world, machine.gpus_per_node)
+        ),
+    )
+
+
+def _kv_tokens(
+    rollout: RolloutSection, machine: Machine, loaded: Iterable[int], token: Iterable[int]
+) -> int:
+    if rollout.kv_tokens is not None:
+        return rollout.kv_tokens
+    static = int(rollout.mem_fraction * machine.gpu_bytes)
+    return min(
+        max(0, static - weights) // each for weights, each in zip(loaded, token, strict=True)
+    )
+
+
+def _roles(job: Job) -> tuple[dict[Region, tuple[int, ...]], list[tuple[int, ...]]]:
+    """Regions of the roles; and what is in host memory for them.
+
+    On the host are optimizer states with ``memory.optimizer: host``, of which the device then has
+    two buffers; and with ``time_slice: all`` the weights of all roles but the actor.
+    """
+    layout, on_host = job.train_layout, job.memory.optimizer == "host"
+    actor = train_bytes(_use(job, job.shape), layout)
+    out = {Region.ACTOR: actor.weights, Region.GRADIENTS: actor.gradients}
+    states = {Region.OPTIMIZER: actor.optimizer}
+    copies = []
+    if job.reference:
+        frozen = replace(_use(job, job.shape), trainable=False)
+        out[Region.REFERENCE] = train_bytes(frozen, layout).weights
+        copies.append(out[Region.REFERENCE])
+    if job.critic is not None:
+        critic = train_bytes(replace(_use(job, job.critic), head="values"), layout)
+        out[Region.CRITIC] = critic.weights
+        out[Region.CRITIC_GRADIENTS] = critic.gradients
+        states[Region.CRITIC_OPTIMIZER] = critic.optimizer
+        copies.append(critic.weights)
+    if job.reward_model is not None:
+        scorer = replace(_use(job, job.reward_model), head="values", trainable=False)
+        out[Region.REWARD_MODEL] = train_bytes(scorer, layout).weights
+        copies.append(out[Region.REWARD_MODEL])
+    host = list(states.values()) if on_host else []
+    if job.memory.time_slice == "all":
+        host += copies
+    for region, sizes in states.items():
+        out[region] = tuple(min(n, STREAM_BYTES) for n in sizes) if on_host else sizes
+    return out, host
+
+
+def _use(job: Job, shape: ModelShape) -> ModelUse:
+    return ModelUse(
+        shape, job.itemsize, overlap=job.train.overlap, freeze_router=job.train.moe.freeze_router
+    )
+
+
+def _passes(job: Job) -> PassBytes:
+    """The larger of all models, on each rank; log-probabilities are the actor's."""
+    shapes = [s for s in (job.shape, job.critic, job.reward_model) if s is not None]
+    found = [
+        pass_bytes(shape, job.train_layout, job.model, job.train, job.itemsize) for shape in shapes
+    ]
+    return PassBytes(
+        scoring=tuple(map(max, zip(*(p.scoring for p in found), strict=True))),
+        training=tuple(map(max, zip(*(p.training for p in found), strict=True))),
+        head=found[0].head,
+    )
+
+
+def _added(sizes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    return tuple(map(sum, zip(*sizes, strict=True)))

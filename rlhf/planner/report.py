@@ -1,0 +1,165 @@
+"""A plan as text and as a record."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rlhf.planner.fit import GIGA, Change, Misfit
+from rlhf.planner.memory import Job, Ledger, Machine, Region, Span
+from rlhf.planner.train_memory import DiskBytes
+
+WIDTH = 88
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Memory and disk of a job on a machine."""
+
+    name: str
+    job: Job
+    machine: Machine
+    ledger: Ledger
+    disk: DiskBytes
+    misfits: Sequence[Misfit]
+    change: Change | None  # with which it would fit
+
+    @property
+    def fits(self) -> bool:
+        return not self.misfits
+
+    @property
+    def kv_tokens_total(self) -> int:
+        """Of all attention groups of all engines."""
+        layout = self.job.rollout_layout
+        return self.ledger.kv_tokens * layout.dp * layout.num_engines
+
+    @property
+    def peak(self) -> tuple[Span, int, int]:
+        """The fullest phase, its fullest rank, and bytes."""
+        found = {span: self.ledger.phase_bytes(span) for span in self.ledger.phases}
+        span = max(found, key=lambda s: max(found[s]))
+        most = max(found[span])
+        return span, found[span].index(most), most
+
+    def as_dict(self) -> dict[str, object]:
+        """Bytes; each size as that of the rank with least, the mean, the rank with most."""
+        span, rank, most = self.peak
+        held = self.ledger
+        return {
+            "model": self.name,
+            "gpus": self.job.train_layout.world,
+            "nodes": len(held.host),
+            "gpu_bytes": self.machine.gpu_bytes,
+            "host_bytes": self.machine.host_bytes,
+            "fits": self.fits,
+            "misfits": [str(misfit) for misfit in self.misfits],
+            "change": None if self.change is None else self.change.words,
+            "peak_phase": str(span),
+            "peak_rank": rank,
+            "peak_bytes": most,
+            "regions": {str(region): _spread(sizes) for region, sizes in held.regions.items()},
+            "phases": {
+                str(span): _spread(held.phase_bytes(span))
+                | {"regions": [str(region) for region in Region if region in regions]}
+                for span, regions in held.phases.items()
+            },
+            "host_bytes_per_node": _spread(held.host),
+            "kv_token_bytes": max(held.kv_token_bytes),
+            "kv_tokens_per_group": held.kv_tokens,
+            "kv_tokens_total": self.kv_tokens_total,
+            "kv_sequences_total": self.kv_tokens_total // self.job.longest_tokens,
+            "export_bytes": self.disk.export,
+            "state_bytes": self.disk.state,
+        }
+
+
+def plan_text(plan: Plan, layouts: tuple[str, str]) -> str:
+    """About 40 lines. ``layouts``: of training and engines, in words."""
+    job, machine, held = plan.job, plan.machine, plan.ledger
+    where = f"{machine.gpu_bytes / GIGA:g} GB, {len(held.host)} nodes of {machine.gpus_per_node}"
+    return "\n".join(
+        [
+            f"{plan.name}: {job.train_layout.world} GPUs of {where}",
+            f"  train    {layouts[0]}",
+            f"  rollout  {layouts[1]}",
+            "",
+            *_table("GB per rank", ((str(k), v) for k, v in held.regions.items())),
+            "",
+            *_table("GB in a phase", ((str(s), held.phase_bytes(s)) for s in held.phases)),
+            "",
+            *_rest(plan),
+            "",
+            *_verdict(plan),
+        ]
+    )
+
+
+def _table(title: str, rows: Iterable[tuple[str, Sequence[int]]]) -> list[str]:
+    head = f"{title:<24}{'least':>10}{'mean':>10}{'most':>10}"
+    return [head, "-" * len(head), *(_row(name, sizes) for name, sizes in rows)]
+
+
+def _row(name: str, sizes: Sequence[int]) -> str:
+    least, mean, most = min(sizes), sum(sizes) / len(sizes), max(sizes)
+    return f"{name:<24}" + "".join(f"{size / GIGA:>10.2f}" for size in (least, mean, most))
+
+
+def _rest(plan: Plan) -> list[str]:
+    held, machine, job = plan.ledger, plan.machine, plan.job
+    sequences = plan.kv_tokens_total // job.longest_tokens
+    groups = job.rollout_layout.dp * job.rollout_layout.num_engines
+    return [
+        f"KV cache   {held.kv_tokens:,} tokens in each of {groups} attention groups, "
+        f"{plan.kv_tokens_total:,} in all,",
+        f"           {max(held.kv_token_bytes) / 1e3:.1f} kB each: {sequences:,} sequences of "
+        f"{job.longest_tokens:,} tokens at a time",
+        f"host       {max(held.host) / GIGA:.0f} GB of {machine.host_bytes / GIGA:g} on the "
+        f"fullest node, {sum(held.host) / len(held.host) / GIGA:.0f} in the mean",
+        f"disk       {plan.disk.state / GIGA:,.0f} GB for a checkpoint, "
+        f"{plan.disk.export / GIGA:,.0f} GB for an export",
+        *_folded(
+            f"assumed    {machine.other_bytes / GIGA:g} GB per GPU for CUDA context, "
+            "communicators, CUDA graphs and the engine's own buffers. Passes are estimates from "
+            "shapes, with experts evenly loaded; all else is counted. GB are 1e9 bytes."
+        ),
+    ]
+
+
+def _verdict(plan: Plan) -> list[str]:
+    span, rank, most = plan.peak
+    if plan.fits:
+        left = (plan.machine.gpu_bytes - most) / GIGA
+        return [
+            f"fits: {span} is the fullest phase, {most / GIGA:.1f} GB on rank {rank}; "
+            f"{left:.1f} GB are left",
+            *_not_built(plan.job),
+        ]
+    out = ["does not fit:", *(f"  {misfit}" for misfit in plan.misfits)]
+    if plan.change is None:
+        out.append(
+            "no setting of memory, windows, micro-batches, engines or GPUs that was tried fits"
+        )
+    else:
+        most = max(max(plan.change.ledger.phase_bytes(s)) for s in plan.change.ledger.phases)
+        host = max(plan.change.ledger.host)
+        out += _folded(
+            f"change     {plan.change.words}: then at most {most / GIGA:.1f} GB per GPU and "
+            f"{host / GIGA:.0f} GB of a node's host"
+        )
+    return [*out, *_not_built(plan.job)]
+
+
+def _not_built(job: Job) -> list[str]:
+    usual = type(job.memory)()
+    names = [f"memory.{key}={value}" for key, value in job.memory if value != getattr(usual, key)]
+    return [f"not built yet: {', '.join(names)}; `rlhf train` refuses it"] if names else []
+
+
+def _folded(text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, subsequent_indent=" " * 11)
+
+
+def _spread(sizes: Sequence[int]) -> dict[str, object]:
+    return {"least": min(sizes), "mean": sum(sizes) / len(sizes), "most": max(sizes)}
