@@ -31,8 +31,10 @@ def _worker(
     import torch
 
     torch.set_num_threads(1)
+    limit = datetime.timedelta(seconds=60)
+    store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
     torch.distributed.init_process_group(
-        "gloo", rank=rank, world_size=world, timeout=datetime.timedelta(seconds=60)
+        "gloo", store=store, rank=rank, world_size=world, timeout=limit
     )
     try:
         conn.send(("ok", fn(rank, world, *args)))
@@ -52,13 +54,16 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout_s: float =
     import multiprocessing as mp
     import multiprocessing.connection
 
+    import torch
+
     context = mp.get_context("spawn")
-    port = free_port()
+    # The store is this process's: a port that is looked up and given back may be taken by others.
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes, processes = [], []
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for rank in range(world):
         mine, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_worker, args=(rank, world, port, theirs, fn, args))
+        process = context.Process(target=_worker, args=(rank, world, store.port, theirs, fn, args))
         process.start()
         theirs.close()
         pipes.append(mine)
