@@ -26,8 +26,9 @@ def _serve(pipe: Any) -> None:
         except EOFError:
             return
         if kind == "model":
-            shapes, dtype = argument
-            model = dummy_engine(shapes, getattr(torch, dtype))
+            shapes, dtype, own = argument
+            dtypes = {name: getattr(torch, given) for name, given in own.items()}
+            model = dummy_engine(shapes, getattr(torch, dtype), dtypes)
             pipe.send("made")
         elif kind == "load":
             receiver.load(model, [(json.dumps(argument), torch.empty(0))])
@@ -53,9 +54,18 @@ class EngineProcess:
         self._process.start()
         theirs.close()
 
-    def make_model(self, shapes: Mapping[str, Sequence[int]], dtype: str = "float32") -> None:
-        """A new model of NaN; ``dtype`` must be one that numpy knows, to read weights back."""
-        assert self.ask("model", (dict(shapes), dtype)) == "made"
+    def make_model(
+        self,
+        shapes: Mapping[str, Sequence[int]],
+        dtype: str = "float32",
+        dtypes: Mapping[str, str] | None = None,
+    ) -> None:
+        """A new model of NaN; ``dtype`` must be one that numpy knows, to read weights back.
+
+        Args:
+            dtypes: of parameters that are not of ``dtype``.
+        """
+        assert self.ask("model", (dict(shapes), dtype, dict(dtypes or {}))) == "made"
 
     def begin(self, message: Mapping[str, Any]) -> None:
         """Call the loader; returns at once, as an update needs."""
