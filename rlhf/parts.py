@@ -83,7 +83,7 @@ def build_parts(ground: Ground, engine: EngineHost | None, *, record: bool) -> R
         reference=build_reference(ground, algorithm),
         critic=critic,
         algorithm=algorithm,
-        resharder=_resharder(ground, engine, actor, collector),
+        resharder=_resharder(ground, engine, actor, collector, recorder),
         evaluator=_evaluator(ground, collector, held_out, tokenizer, recorder),
         checkpoints=checkpoints,
         recorder=recorder,
@@ -144,7 +144,11 @@ def build_batcher(ground: Ground, algorithm: Algorithm) -> Batcher:
 
 
 def _resharder(
-    ground: Ground, engine: EngineHost | None, actor: Actor, collector: Collector
+    ground: Ground,
+    engine: EngineHost | None,
+    actor: Actor,
+    collector: Collector,
+    recorder: Recorder,
 ) -> Resharder:
     shape, config, world = ground.plan.shape, ground.plan.config, ground.plan.world
     dtype = getattr(torch, config.model.dtype)
@@ -156,7 +160,7 @@ def _resharder(
         area_bytes=config.reshard.window_mib * 2**20 // 2,
         max_peers=config.reshard.max_peers,
     )
-    window = Window(mine.incoming_area_bytes, ground.device)
+    window = Window(mine.incoming_area_bytes, ground.device, mine.num_arriving)
     ground.closers.append(window.close)
     mover = Mover(
         mine,
@@ -174,7 +178,8 @@ def _resharder(
         group=ground.group,
         gate=ground.gate,
         on_version=collector.set_version,
-        timeout_s=config.reshard.timeout_s,
+        on_stats=recorder.add_reshard,
+        config=config.reshard,
     )
     if engine is not None:
         engine.wait_ready()

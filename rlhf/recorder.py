@@ -17,6 +17,7 @@ from rlhf.dist.replicas import Replicas
 from rlhf.evaluate import SOLVED, Accuracy
 from rlhf.ground import Ground
 from rlhf.mcore.forward import TrainStats
+from rlhf.reshard.execute import MoveStats
 from rlhf.rollout.collect import sum_of
 from rlhf.track import report
 from rlhf.track.metrics import Max, Mean, Metric, Sum, merge, values
@@ -35,6 +36,7 @@ class Recorder:
         self._replicas = Replicas(ground.plan.train, ground.group)
         self._updates: list[Mapping[str, Metric]] = []
         self._trained_loads: list[np.ndarray] = []  # of this step's updates
+        self._reshards: list[Mapping[str, Metric]] = []  # of this rank
         self._seconds: dict[str, float] = {}
         self._began = time.perf_counter()
         self.accuracies: list[Accuracy] = []
@@ -79,6 +81,10 @@ class Recorder:
         }
         self._updates.append({**own, **critic_metrics(stats.sums)})
 
+    def add_reshard(self, stats: MoveStats) -> None:
+        """Of one movement of weights; a step's line has those since the one before."""
+        self._reshards.append({"reshard/verify_s": Max(stats.verify_s)})
+
     def add_accuracy(self, result: Accuracy, rollout: Rollout) -> None:
         """A held-out result."""
         self.accuracies.append(result)
@@ -114,13 +120,14 @@ class Recorder:
             {f"seconds/{name}": Max(value) for name, value in seconds.items()},
             {"seconds/step": Max(elapsed)},
             {f"memory_gib/{k}": Max(v) for k, v in self._ground.gate.take_memory().items()},
+            *self._reshards,
         ]
         parts = self._ground.group.gather(merge(parts))
         facts = rollout_metrics(rollout.facts)
         of_batch = {**gap_metrics(self._gap(batch)), **value_metrics(self._values(batch))}
         experts = expert_metrics(rollout.expert_loads, sum_of(self._trained_loads))
         shared = merge([facts, experts, *self._updates, of_batch])
-        self._updates, self._trained_loads = [], []
+        self._updates, self._trained_loads, self._reshards = [], [], []
         metrics = values(merge([*parts, shared]))
         metrics |= rates(rollout.facts, metrics)
         self._tracker.log(step, metrics)

@@ -150,6 +150,9 @@ class ReshardSection(Section):
     max_peers: PositiveInt = 64
     """A rank exchanges messages with at most so many others in a round."""
     timeout_s: Seconds = 120
+    verify_every: Count = 1
+    """Compare checksums of what trainers sent and engines hold after every so many reshards, and
+    look for NaN and infinite weights; a difference stops the run. 0: never."""
 
 
 class MemorySection(Section):

@@ -23,6 +23,7 @@ from rlhf.reshard.schedule import RankPlan
 from rlhf.reshard.sources import EngineSource, Source, TensorSource, relayed
 from rlhf.reshard.targets import EngineTarget, Target, TensorTarget, incoming_bytes
 from rlhf.reshard.transport import Parcel, Transport, TransportError
+from rlhf.reshard.verify import Verifier
 from rlhf.reshard.windows import ReceiverError, Window
 
 
@@ -38,7 +39,10 @@ class MoveStats:
     local_s: float = 0.0  # parameters into the rank's own destination
     wire_s: float = 0.0  # waiting for peers
     write_s: float = 0.0  # waiting for the receiver, or writing tensors
+    verify_s: float = 0.0  # checksums, their exchange and comparison
     total_s: float = 0.0
+    faults: tuple[str, ...] = ()
+    """What a verification found; the weights must not be used then, on any rank."""
 
 
 class Mover:
@@ -82,6 +86,7 @@ class Mover:
         self._transport = transport
         self._limit_s = limit_s
         self._padding_params = sorted(padding_params)
+        self._verifier: Verifier | None = None
         sides = [side for side in (source, target) if isinstance(side, Window)]
         self._window = sides[0] if sides else None
         self._source: Source
@@ -125,14 +130,31 @@ class Mover:
             "path": self.window.path,
             "bytes": self.window.num_bytes,
             "area_bytes": self.window.area_bytes,
+            "sums_at": self.window.sums_at,
             "rounds": self.receiver_rounds(),
             "back": None if back is None else back.receiver_reads(),
         }
 
-    def update_message(self) -> dict[str, Any]:
-        """What makes the receiver take, or give, the next :meth:`run`; JSON."""
-        op = "read" if isinstance(self._source, EngineSource) else "update"
-        return {"op": op, "sequence": self.window.sequence + 1, "limit_s": self._limit_s}
+    def update_message(self, *, verify: bool = False) -> dict[str, Any]:
+        """What makes the receiver take, or give, the next :meth:`run`; JSON.
+
+        Args:
+            verify: that run verifies; only what goes into an engine can.
+
+        Raises:
+            RuntimeError: the window has no room for the checksums.
+        """
+        message = {"sequence": self.window.sequence + 1, "limit_s": self._limit_s}
+        if isinstance(self._source, EngineSource):
+            assert not verify
+            return {"op": "read", **message}
+        room, needed = len(self.window.sums), self.plan.num_arriving
+        if verify and room < needed:
+            raise RuntimeError(
+                f"rank {self.plan.rank}: verifying takes {needed} checksums, the window has room "
+                f"for {room}; make it with as many"
+            )
+        return {"op": "update", **message, "verify": verify}
 
     def receiver_rounds(self) -> dict[str, Any]:
         """What the engine's receiver must know of the rounds; JSON.
@@ -171,24 +193,30 @@ class Mover:
         dtype = str(self.dtype).removeprefix("torch.")
         return {"dtype": dtype, "reads": self._source.reads()}
 
-    def run(self, poll: Poll) -> MoveStats:
+    def run(self, poll: Poll, *, verify: bool = False) -> MoveStats:
         """Move everything once. All ranks of the plan call it (point-to-point messages).
 
         Args:
             poll: called while waiting; what it raises ends the movement.
+            verify: compare what the engine holds with what was sent; equal on all ranks. What is
+                found is in the statistics, so that all ranks may hear of it before one stops.
 
         Raises:
             RuntimeError: a peer or the receiver failed or was silent too long; names parameters,
                 ranks and the round.
         """
         stats, begun = MoveStats(num_rounds=len(self.plan.rounds)), time.perf_counter()
+        verifier = self._begin_verifier() if verify else None
         number = 0
         try:
             with _timed(stats, "write_s"):
                 self._source.begin(poll)
                 self._target.begin(poll)
             for number in range(len(self.plan.rounds)):
-                self._run_round(number, stats, poll)
+                self._run_round(number, stats, poll, verifier)
+            if verifier is not None:
+                with _timed(stats, "verify_s"):
+                    verifier.exchange(self._transport, self._limit_s, poll)
             with _timed(stats, "write_s"):
                 self._source.finish(poll)
                 self._target.finish(poll)
@@ -198,6 +226,9 @@ class Mover:
         except BaseException:
             self._abandon()
             raise
+        if verifier is not None:
+            with _timed(stats, "verify_s"):
+                stats.faults = verifier.faults(self.window.sums)
         stats.total_s = time.perf_counter() - begun
         return stats
 
@@ -205,10 +236,18 @@ class Mover:
         self._source.abandon()
         self._target.abandon()
 
-    def _run_round(self, number: int, stats: MoveStats, poll: Poll) -> None:
+    def _begin_verifier(self) -> Verifier:
+        if self._verifier is None:
+            self._verifier = Verifier(self.plan, self._transport.device, self.dtype)
+        self._verifier.begin()
+        return self._verifier
+
+    def _run_round(
+        self, number: int, stats: MoveStats, poll: Poll, verifier: Verifier | None
+    ) -> None:
         round_ = self.plan.rounds[number]
         if number == 0:
-            self._pack(number, stats)
+            self._pack(number, stats, verifier)
         with _timed(stats, "write_s"):
             area = self._target.reserve(number, poll)
         with _timed(stats, "pack_s"):
@@ -219,8 +258,11 @@ class Mover:
             for i, placed in enumerate(round_.local):
                 self._source.copy_local(number, i, self._target.local_view(number, i))
                 stats.local_bytes += placed.num_bytes
+        if verifier is not None:
+            with _timed(stats, "verify_s"):
+                verifier.sum_local(number, area)
         if number + 1 < len(self.plan.rounds):
-            self._pack(number + 1, stats)
+            self._pack(number + 1, stats, verifier)
         with _timed(stats, "wire_s"):
             self._transport.wait(self._limit_s, poll)
         with _timed(stats, "write_s"):
@@ -229,7 +271,7 @@ class Mover:
         stats.sent_bytes += sum(p.num_bytes for m in round_.outgoing for p in m.parts)
         stats.received_bytes += sum(p.num_bytes for m in round_.incoming for p in m.parts)
 
-    def _pack(self, number: int, stats: MoveStats) -> None:
+    def _pack(self, number: int, stats: MoveStats, verifier: Verifier | None) -> None:
         """What leaves in round ``number``: of the source, or of what came to the rank."""
         with _timed(stats, "pack_s"):
             self._source.pack(number)
@@ -238,6 +280,9 @@ class Mover:
                 came = replace(placed, offset=placed.relayed_from, relayed_from=None)
                 values = part_view(self._target.area(number - RELAY_ROUNDS), came, self.dtype)
                 part_view(self._source.area(number), placed, self.dtype).copy_(values)
+        if verifier is not None:
+            with _timed(stats, "verify_s"):
+                verifier.sum_outgoing(number, self._source.area(number))
 
     def _explain(self, error: Exception, number: int) -> str:
         where = f"reshard, rank {self.plan.rank}, round {number} of {len(self.plan.rounds)}"

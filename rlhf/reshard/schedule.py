@@ -55,6 +55,8 @@ class Placed:
     num_bytes: int
     relayed_from: int | None = None
     """Where its bytes lie in the incoming area of RELAY_ROUNDS rounds before."""
+    is_relay: bool = False
+    """Its source passes on what came to it; seen from both ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,11 @@ class RankPlan:
     incoming_area_bytes: int  # largest round
     outgoing_area_bytes: int
     local_area: Area = "incoming"
+
+    @property
+    def num_arriving(self) -> int:
+        """Transfers that the rank's destination takes in, of all rounds."""
+        return sum(1 for round_ in self.rounds for _ in round_.arriving)
 
 
 def rank_plan(
@@ -207,9 +214,10 @@ class _Share:
         for sending, source, destination in rows:
             relay = self._came_to.get(sending) if destination != self._rank else None
             start = at
+            is_relay = source not in self._made.sendings[sending].bundle.flow.holders
             for transfer in _transfers(self._made, sending, source, destination):
                 from_ = None if relay is None else relay + at - start
-                out.append(Placed(transfer, at, transfer.num_bytes, from_))
+                out.append(Placed(transfer, at, transfer.num_bytes, from_, is_relay))
                 at += align(transfer.num_bytes)
             if destination == self._rank and source != destination:
                 self._came_to[sending] = start

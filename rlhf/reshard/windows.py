@@ -69,11 +69,14 @@ class Window:
     opens ``/proc/<pid of the rank>/fd/<fd>``.
     """
 
-    def __init__(self, area_bytes: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, area_bytes: int, device: torch.device | str = "cpu", num_sums: int = 0
+    ) -> None:
         """
         Args:
             area_bytes: size of one area.
             device: where the areas lie; the words are in host memory always.
+            num_sums: room for the receiver's checksums; none: its updates can't be verified.
 
         Raises:
             OSError: no memory for it.
@@ -81,7 +84,8 @@ class Window:
         self.area_bytes = align(area_bytes)
         self.device = torch.device(device)
         on_host = self.device.type == "cpu"
-        size = HEAD_BYTES + (2 * self.area_bytes if on_host else 0)
+        self.sums_at = HEAD_BYTES + (2 * self.area_bytes if on_host else 0)
+        size = self.sums_at + num_sums * 8
         self.num_bytes = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         self.fd = os.memfd_create("reshard-window")
         os.ftruncate(self.fd, self.num_bytes)
@@ -89,8 +93,10 @@ class Window:
             f"/proc/self/fd/{self.fd}", shared=True, size=self.num_bytes, dtype=torch.uint8
         )
         self._words = self._memory[: len(Word) * 8].view(torch.int64)
+        self.sums = self._memory[self.sums_at : size].view(torch.int64)
+        """[num_sums] int64 in host memory; the receiver writes them in an update that verifies."""
         if on_host:
-            self._areas = self._memory[HEAD_BYTES : HEAD_BYTES + 2 * self.area_bytes]
+            self._areas = self._memory[HEAD_BYTES : self.sums_at]
         else:
             with plain_segments():
                 self._areas = torch.empty(

@@ -3,9 +3,10 @@
 A window is a memfd per engine rank, mapped by the rank and by the engine process:
 
     [0, HEAD_BYTES)            int64 words below, then text from TEXT_AT
-    [HEAD_BYTES, ...)          two staging areas of ``area_bytes`` each; round r lies in area r % 2
+    [HEAD_BYTES, sums_at)      two staging areas of ``area_bytes`` each; round r lies in area r % 2
+    [sums_at, ...)             the receiver's checksum of each write, int64, in the order of writes
 
-With a GPU the two areas lie in device memory instead (CUDA IPC); the head stays in the memfd.
+With a GPU the two areas lie in device memory instead (CUDA IPC); the rest stays in the memfd.
 
 The rank posts rounds, the receiver reports them done. Area r % 2 may be overwritten for round r
 only when round r - 2 is done. An update has a number; the rank clears the words and then writes
@@ -19,8 +20,10 @@ Imported inside SGLang's process: standard library only.
 
 Messages to the receiver are JSON objects:
 
-    {"op": "open", "path", "bytes", "area_bytes", "rounds", "back"}   map, check the model
-    {"op": "update", "sequence", "limit_s"}                   write rounds until END
+    {"op": "open", "path", "bytes", "area_bytes", "sums_at", "rounds", "back"}
+                                                              map, check the model
+    {"op": "update", "sequence", "limit_s", "verify"}         write rounds until END; if asked to
+                                                              ``verify``, sum up what they left
     {"op": "read", "sequence", "limit_s"}                     read rounds until END
     {"op": "sleep", "free"}                                   spoil or free weights in host memory
     {"op": "table"}                                           describe the live parameters

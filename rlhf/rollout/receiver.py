@@ -3,8 +3,7 @@
 In a restore it reads: live parameters into rounds of the window.
 
 Runs inside SGLang's scheduler process as its custom weight loader (``rlhf.rollout.receiver.load``):
-torch, the standard library, its own ``rlhf.rollout.receiver_reads``, ``rlhf.reshard.wire`` and
-``rlhf.platform.pages`` only. One loader call
+torch, the standard library and the few modules of this package that need no more. One loader call
 is one update: it loops over the rounds until the rank ends it. An exception here would kill the
 engine and all around it, so nothing is raised: errors go through the window, where the rank reads
 them.
@@ -29,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf.platform.pages import release_pages
+from rlhf.reshard.checksum import Checksum
 from rlhf.reshard.wire import HEAD_BYTES, TEXT_AT, TEXT_BYTES, End, Word
 from rlhf.rollout.receiver_reads import check_reads, read_dtype
 
@@ -110,7 +110,9 @@ class _Receiver:
         )
         self._words = self._memory[: len(Word) * 8].view(torch.int64)
         self._area_bytes = int(message["area_bytes"])
-        self._areas = self._memory[HEAD_BYTES:]
+        self._areas = self._memory[HEAD_BYTES : message["sums_at"]]
+        self._sums_table = self._memory[message["sums_at"] :].view(torch.int64)
+        self._sums: _Sums | None = None
         self._writes: list[list[Slice]] = []
         self._reads: list[list[Slice]] = []
         self._refusal = "the window was never opened"
@@ -179,8 +181,12 @@ class _Receiver:
 
     def _update(self, message: dict[str, Any]) -> None:
         """Write rounds as they are posted, until the rank ends the update."""
+        device = self._areas.device
+        self._sums = _Sums(self._sums_table, device) if message.get("verify") else None
         if not self._run_rounds(message, self._write_round, len(self._writes), ahead=1):
             return
+        if self._sums is not None:
+            self._sums.publish()
         if hasattr(self._model, "post_load_weights"):
             with torch.no_grad():
                 self._model.post_load_weights()
@@ -234,8 +240,14 @@ class _Receiver:
         return True
 
     def _write_round(self, live: dict[str, Tensor], number: int) -> int:
-        """Copy a round into the parameters; the bytes written."""
-        return self._copy(self._writes, number, lambda part, values: part.copy_(values), live)
+        """Copy a round into the parameters, sum up what they hold then; the bytes written."""
+
+        def write(part: Tensor, values: Tensor) -> None:
+            part.copy_(values)
+            if self._sums is not None:
+                self._sums.add(part)
+
+        return self._copy(self._writes, number, write, live)
 
     def _read_round(self, live: dict[str, Tensor], number: int) -> int:
         """Copy a round out of the parameters, cast to what is trained; the bytes read."""
@@ -245,7 +257,7 @@ class _Receiver:
         self,
         rounds: list[list[Slice]],
         number: int,
-        copy: Callable[[Tensor, Tensor], Tensor],
+        copy: Callable[[Tensor, Tensor], object],
         live: dict[str, Tensor],
     ) -> int:
         num_bytes = 0
@@ -290,6 +302,24 @@ class _Receiver:
         self._memory[TEXT_AT : TEXT_AT + len(data)] = torch.frombuffer(
             bytearray(data), dtype=torch.uint8
         )
+
+
+class _Sums:
+    """Checksums of what the parameters hold after each write of one update, in order."""
+
+    def __init__(self, table: Tensor, device: torch.device) -> None:
+        """``table``: [at least as many as there are writes] int64 of the window."""
+        self._table = table
+        self._checksum = Checksum(device)
+        self._sums: list[Tensor] = []
+
+    def add(self, part: Tensor) -> None:
+        """Read the rectangle back."""
+        self._sums.append(self._checksum.of(part))
+
+    def publish(self) -> None:
+        """Show them to the rank."""
+        self._table[: len(self._sums)] = torch.stack(self._sums).cpu()
 
 
 def _live(model: nn.Module) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from rlhf.config.schema import ReshardSection
 from rlhf.dist.gate import PhaseGate
 from rlhf.dist.groups import PhaseGroup
 from rlhf.dist.layout import RolloutLayout
@@ -25,7 +26,8 @@ class Resharder:
         group: PhaseGroup,
         gate: PhaseGate,
         on_version: Callable[[int], None],
-        timeout_s: float,
+        on_stats: Callable[[MoveStats], None],
+        config: ReshardSection,
     ) -> None:
         """``engine`` is None on ranks that do not lead one."""
         self._mover = mover
@@ -34,8 +36,10 @@ class Resharder:
         self._group = group
         self._gate = gate
         self._on_version = on_version
-        self._timeout_s = timeout_s
-        self.stats: MoveStats | None = None
+        self._on_stats = on_stats
+        self._timeout_s = config.timeout_s
+        self._verify_every = config.verify_every
+        self._num_runs = 0
 
     def open(self) -> None:
         """Show every engine process its window and its part of the plan, once.
@@ -55,17 +59,32 @@ class Resharder:
         """Bring all engines to ``version``. Collective over all ranks.
 
         Raises:
-            RuntimeError: a transfer or an engine failed; that engine refuses to generate until a
-                later update has completed.
+            RuntimeError: a transfer or an engine failed, or a verification found a difference;
+                that engine refuses to generate until a later update has completed.
         """
+        verify = self._verify_every > 0 and self._num_runs % self._verify_every == 0
+        self._num_runs += 1
         with self._gate.phase(Phase.RESHARD, step):
-            messages = self._group.gather(self._mover.update_message())
+            messages = self._group.gather(self._mover.update_message(verify=verify))
             if self._engine is not None:
                 self._engine.begin_update(self._of_my_engine(messages), self._timeout_s)
-            self.stats = self._mover.run(self._poll)
+            stats = self._mover.run(self._poll, verify=verify)
+            self._meet(stats)
             if self._engine is not None:
                 self._engine.end_update(version)
             self._on_version(version)
+        self._on_stats(stats)
+
+    def _meet(self, stats: MoveStats) -> None:
+        """Until here every rank may have failed; no engine serves before none has."""
+        found = self._group.gather(stats.faults)
+        faults = [f"rank {rank}: {text}" for rank, texts in enumerate(found) for text in texts]
+        if not faults:
+            return
+        if self._engine is not None:
+            self._engine.abandon_update()
+        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        raise RuntimeError(f"the reshard was verified and is wrong: {faults[0]}{more}")
 
     def _poll(self) -> None:
         if self._engine is not None:

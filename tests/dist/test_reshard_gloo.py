@@ -70,7 +70,7 @@ class _Rank:
             mine,
             self.params,
             DistTransport(),
-            Window(mine.incoming_area_bytes),
+            Window(mine.incoming_area_bytes, num_sums=mine.num_arriving),
             dtype=torch.float32,
             limit_s=limit_s,
             padding_params=families.rollout_padding_params(shape, layouts[1], rank),
@@ -81,8 +81,8 @@ class _Rank:
         self.mover.window.wait_opened(10.0, lambda: None)
 
     def update(self) -> Any:
-        self.engine.begin(self.mover.update_message())
-        stats = self.mover.run(lambda: None)
+        self.engine.begin(self.mover.update_message(verify=True))
+        stats = self.mover.run(lambda: None, verify=True)
         self.engine.end()
         return stats
 
@@ -130,6 +130,7 @@ def test_engines_hold_the_trained_weights_after_each_update(world):
     for i, pair in enumerate(PAIRS[world]):
         of_ranks = [ranks[i] for ranks in results]
         assert [r["wrong"] for r in of_ranks] == [0] * world, pair
+        assert not any(r["faults"] for r in of_ranks), pair
         assert not any(r["moved"] for r in of_ranks), pair
         assert sum(r["sent_bytes"] for r in of_ranks) == sum(r["received_bytes"] for r in of_ranks)
         assert min(r["num_rounds"] for r in of_ranks) > 2

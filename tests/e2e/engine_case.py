@@ -88,7 +88,7 @@ class EngineCase:
                 part,
                 self.params,
                 LocalTransport(part.rank, {}),
-                Window(AREA_BYTES),
+                Window(AREA_BYTES, num_sums=part.num_arriving),
                 dtype=getattr(torch, self.spec.dtype),
                 limit_s=LIMIT_S,
                 padding_params=rollout_padding_params(self.shape, layout, part.rank),
@@ -101,15 +101,23 @@ class EngineCase:
 
     def begin(self) -> None:
         self._sequence += 1
-        message = {"op": "update", "sequence": self._sequence, "limit_s": LIMIT_S}
+        message = {
+            "op": "update",
+            "sequence": self._sequence,
+            "limit_s": LIMIT_S,
+            "verify": True,
+        }
         self.engine.begin_update([message] * self.spec.num_ranks, LIMIT_S)
 
     def run_movers(self) -> None:
-        """All ranks at once; the first looks after the engine."""
+        """All ranks at once; the first looks after the engine. Verified."""
         polls = [self.engine.poll, *[no_poll] * (self.spec.num_ranks - 1)]
-        in_threads(
-            [partial(m.run, poll) for m, poll in zip(self._movers, polls, strict=True)], LIMIT_S
-        )
+        runs = [
+            partial(m.run, poll, verify=True) for m, poll in zip(self._movers, polls, strict=True)
+        ]
+        faults = [fault for stats in in_threads(runs, LIMIT_S) for fault in stats.faults]
+        if faults:
+            raise RuntimeError(f"not what was sent: {faults}")
 
     @property
     def windows(self) -> list[Window]:
