@@ -37,6 +37,7 @@ from rlhf.rollout.batcher import Batcher
 from rlhf.rollout.collect import Collector, Sampling
 from rlhf.rollout.resharder import Resharder
 from rlhf.rollout.residency import EngineResidency
+from rlhf.rollout.score_probe import ScoreProbe, probe_batch, probe_tokens
 from rlhf.run import Run
 from rlhf.saved import trained_models
 from rlhf.state import TrainState
@@ -69,7 +70,8 @@ def build_parts(ground: Ground, engine: EngineHost | None, *, record: bool) -> R
     if record and plan.world.is_first:
         ground.closers.append(lock_run_dir(Path(config.run_dir)).close)
         save_resolved(config)
-    collector = _collector(ground, engine, tokenizer, rewards)
+    probe = _probe(ground, engine, actor, recorder)
+    collector = _collector(ground, engine, tokenizer, rewards, probe)
     batcher = build_batcher(ground, algorithm)
     run = Run(
         config=config,
@@ -83,7 +85,7 @@ def build_parts(ground: Ground, engine: EngineHost | None, *, record: bool) -> R
         reference=build_reference(ground, algorithm),
         critic=critic,
         algorithm=algorithm,
-        resharder=_resharder(ground, engine, actor, collector, recorder),
+        resharder=_resharder(ground, engine, actor, collector, probe, recorder),
         evaluator=_evaluator(ground, collector, held_out, tokenizer, recorder),
         checkpoints=checkpoints,
         recorder=recorder,
@@ -109,7 +111,11 @@ def _sampling(plan: Plan, tokenizer: Tokenizer, *, greedy: bool) -> Sampling:
 
 
 def _collector(
-    ground: Ground, engine: EngineHost | None, tokenizer: Tokenizer, rewards: Rewards
+    ground: Ground,
+    engine: EngineHost | None,
+    tokenizer: Tokenizer,
+    rewards: Rewards,
+    probe: ScoreProbe,
 ) -> Collector:
     config, moe = ground.plan.config, ground.plan.shape.moe
     return Collector(
@@ -122,21 +128,45 @@ def _collector(
         seed=config.seed,
         timeout_s=config.rollout.timeout_s,
         num_experts=moe.num_experts if moe is not None and config.rollout.routes else None,
+        probe=probe,
+    )
+
+
+def _probe(
+    ground: Ground, engine: EngineHost | None, actor: Actor, recorder: Recorder
+) -> ScoreProbe:
+    plan, config = ground.plan, ground.plan.config
+    context = config.data.max_prompt_tokens + config.rollout.sampling.max_new_tokens
+    num_tokens = min(config.reshard.probe_tokens, context - 1)
+    token_ids = probe_tokens(config.seed, num_tokens, plan.shape.vocab_size)
+    budget = _budget(plan)
+    batch = probe_batch(token_ids, budget.align, budget.multiple, ground.device)
+    return ScoreProbe(
+        token_ids=token_ids,
+        score=lambda: actor.score(batch),
+        engine=engine,
+        config=config.reshard,
+        on_gap=recorder.add_probe,
+    )
+
+
+def _budget(plan: Plan) -> Budget:
+    train = plan.config.train
+    return Budget(
+        tokens=train.tokens_per_microbatch,
+        align=sequence_multiple(train.tp, train.cp, train.sequence_parallel),
+        multiple=train.pp if train.vpp > 1 else 1,
     )
 
 
 def build_batcher(ground: Ground, algorithm: Algorithm) -> Batcher:
-    plan, train = ground.plan, ground.plan.config.train
+    plan = ground.plan
     return Batcher(
         rule=algorithm,
         layout=plan.train,
         group=ground.group,
         gate=ground.gate,
-        budget=Budget(
-            tokens=train.tokens_per_microbatch,
-            align=sequence_multiple(train.tp, train.cp, train.sequence_parallel),
-            multiple=train.pp if train.vpp > 1 else 1,
-        ),
+        budget=_budget(plan),
         cost=sequence_cost(plan.shape),
         num_updates=plan.config.batch.updates_per_step,
         device=ground.device,
@@ -148,6 +178,7 @@ def _resharder(
     engine: EngineHost | None,
     actor: Actor,
     collector: Collector,
+    probe: ScoreProbe,
     recorder: Recorder,
 ) -> Resharder:
     shape, config, world = ground.plan.shape, ground.plan.config, ground.plan.world
@@ -177,6 +208,7 @@ def _resharder(
         layout=ground.plan.rollout,
         group=ground.group,
         gate=ground.gate,
+        probe=probe,
         on_version=collector.set_version,
         on_stats=recorder.add_reshard,
         config=config.reshard,

@@ -19,6 +19,7 @@ from rlhf.ground import Ground
 from rlhf.mcore.forward import TrainStats
 from rlhf.reshard.execute import MoveStats
 from rlhf.rollout.collect import sum_of
+from rlhf.rollout.score_probe import ProbeGap
 from rlhf.track import report
 from rlhf.track.metrics import Max, Mean, Metric, Sum, merge, values
 from rlhf.track.tracker import Tracker
@@ -84,6 +85,16 @@ class Recorder:
     def add_reshard(self, stats: MoveStats) -> None:
         """Of one movement of weights; a step's line has those since the one before."""
         self._reshards.append({"reshard/verify_s": Max(stats.verify_s)})
+
+    def add_probe(self, gap: ProbeGap) -> None:
+        """Of the engine that this rank leads."""
+        self._reshards.append(
+            {
+                "reshard/probe_gap": Mean(gap.mean, gap.num_tokens),
+                "reshard/probe_gap_max": Max(gap.max),
+                "reshard/probe_alarm": Max(float(gap.alarm)),
+            }
+        )
 
     def add_accuracy(self, result: Accuracy, rollout: Rollout) -> None:
         """A held-out result."""

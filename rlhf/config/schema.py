@@ -153,6 +153,13 @@ class ReshardSection(Section):
     verify_every: Count = 1
     """Compare checksums of what trainers sent and engines hold after every so many reshards, and
     look for NaN and infinite weights; a difference stops the run. 0: never."""
+    probe_tokens: Count = 32
+    """Length of a fixed prompt, drawn from the seed, that the trainer scores after its update and
+    the engines before their rollout; at most what an engine's context holds. 0: no probe."""
+    probe_alarm: PositiveFloat = 0.1
+    """Warn when the two differ by more than this on average, in nats."""
+    probe_stop: bool = False
+    """Stop the run then."""
 
 
 class MemorySection(Section):

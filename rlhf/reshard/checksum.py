@@ -83,6 +83,24 @@ class Checksum:
         return self._rows[:num]
 
 
+class Sums:
+    """Checksums of rectangles, one after the other."""
+
+    def __init__(self, table: Tensor, device: torch.device) -> None:
+        """``table``: [at least as many as there will be] int64 in host memory."""
+        self._table = table
+        self._checksum = Checksum(device)
+        self._sums: list[Tensor] = []
+
+    def add(self, part: Tensor) -> None:
+        """Sum up the next one as it is now."""
+        self._sums.append(self._checksum.of(part))
+
+    def publish(self) -> None:
+        """Write them into the table, in order; on a GPU this waits for them."""
+        self._table[: len(self._sums)] = torch.stack(self._sums).cpu()
+
+
 def _matrices(values: Tensor, first_row: int) -> Iterator[tuple[int, Tensor]]:
     """(number of the first row, matrix) of each part that is a matrix without a copy."""
     if values.dim() <= 2 or values.is_contiguous():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -11,7 +11,7 @@ from rlhf.dist.gate import PhaseGate
 from rlhf.mcore.forward import LossFn, TrainStats, logprobs, train
 from rlhf.mcore.model import TrainModel
 from rlhf.mcore.optimizer import Optimizer
-from rlhf.types import Batch, Phase
+from rlhf.types import Batch, MicroBatch, Phase
 
 
 class Updates(Protocol):
@@ -55,6 +55,13 @@ class Actor:
         """
         with self._gate.phase(Phase.SCORE, step, "actor"):
             return logprobs(self.model, batch.microbatches(), self._temperature)
+
+    def score(self, micro: Sequence[MicroBatch]) -> Tensor:
+        """[sum T] float32 log-probabilities at temperature 1, within the caller's phase.
+
+        Collective over the ranks of one replica.
+        """
+        return logprobs(self.model, micro, 1.0)
 
     def update(self, minibatch: Batch, step: int) -> None:
         """One optimizer step, none before the first step. Collective over all ranks."""

@@ -14,6 +14,7 @@ from rlhf.dist.groups import PhaseGroup
 from rlhf.dist.layout import RolloutLayout
 from rlhf.rollout.engine import Completion, RolloutEngine, SampleRequest
 from rlhf.rollout.routes import expert_loads
+from rlhf.rollout.score_probe import ScoreProbe
 from rlhf.types import (
     Phase,
     Prompt,
@@ -118,10 +119,12 @@ class Collector:
         seed: int,
         timeout_s: float,
         num_experts: int | None = None,
+        probe: ScoreProbe | None = None,
     ) -> None:
         """``engine`` is None on ranks that do not lead one.
 
         ``num_experts``: routed experts of a layer, where engines record routes; else None.
+        ``probe``: asked first in a rollout that is trained on.
         """
         self._engine = engine
         self._layout = layout
@@ -132,6 +135,7 @@ class Collector:
         self._seed = seed
         self._timeout_s = timeout_s
         self._num_experts = num_experts
+        self._probe = probe
         self.version = -1
 
     def set_version(self, version: int) -> None:
@@ -152,6 +156,8 @@ class Collector:
         seed of each request: a rollout repeats whatever else is going on.
         """
         with self._gate.phase(phase, step):
+            if self._probe is not None and phase is Phase.ROLLOUT:
+                self._probe.compare(step, self._timeout_s)
             mine, samples = self._answer(prompts, step, sampling, num_samples)
             loads = self._expert_loads([trajectory for _, trajectory in mine])
             shares = self._group.gather(([facts for facts, _ in mine], loads))

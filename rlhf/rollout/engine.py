@@ -156,6 +156,8 @@ class SampleRequest:
     top_k: int = -1
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    prompt_logprobs: bool = False
+    """Answer with those of the prompt's tokens too; nothing of it is taken from the cache then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +175,8 @@ class Completion:
     status: Status
     version: int
     routes: np.ndarray | None = field(default=None, compare=False)
+    prompt_logprobs: list[float] | None = None
+    """Of the prompt's tokens from the second on; None unless asked for."""
 
 
 @dataclass(frozen=True, slots=True)

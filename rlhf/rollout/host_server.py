@@ -161,7 +161,7 @@ class Host:
             await self._cache_prompts(message, groups)
         async for index, out in self._finished(message.requests, groups, f"{message.call}"):
             request = message.requests[index]
-            completion = self._completion(request.key, len(request.token_ids), out)
+            completion = self._completion(request, out)
             self._send(Answered(message.call, completion))
 
     async def _cache_prompts(self, message: Generate, groups: Groups) -> None:
@@ -170,9 +170,10 @@ class Host:
         Admitted together they would all compute it. A deterministic engine does so with every
         prompt: all requests then start from a cached one, whatever was asked before.
         """
-        count = Counter(r.token_ids for r in message.requests)
+        asked = [r for r in message.requests if not r.prompt_logprobs]
+        count = Counter(r.token_ids for r in asked)
         fewest = 1 if self._spec.deterministic else 2
-        first = {r.token_ids: r for r in message.requests if count[r.token_ids] >= fewest}
+        first = {r.token_ids: r for r in asked if count[r.token_ids] >= fewest}
         once = [replace(r, max_new_tokens=1) for r in first.values()]
         if once:
             async for _ in self._finished(once, groups, f"{message.call}.prompt"):
@@ -194,6 +195,7 @@ class Host:
             sampling_params=[sampling_params(r, self._spec.deterministic) for r in requests],
             rid=[f"{name}.{i}" for i in range(len(requests))],
             return_logprob=True,
+            logprob_start_len=[0 if r.prompt_logprobs else -1 for r in requests],
             return_routed_experts=self._spec.routes,
             stream=True,
         )
@@ -202,7 +204,8 @@ class Host:
                 if out["meta_info"]["finish_reason"] is not None:
                     yield out["index"], out
 
-    def _completion(self, key: int, prompt_tokens: int, out: dict[str, Any]) -> Completion:
+    def _completion(self, request: SampleRequest, out: dict[str, Any]) -> Completion:
+        key = request.key
         reason = out["meta_info"]["finish_reason"]
         if reason.get("status_code") is not None:
             raise RuntimeError(f"request {key} was refused by SGLang: {reason.get('message')}")
@@ -211,18 +214,20 @@ class Host:
         if reason["type"] == "abort":  # the last step of an aborted request may be half reported
             num_tokens = min(len(token_ids), len(logprobs))
             token_ids, logprobs = token_ids[:num_tokens], logprobs[:num_tokens]
-        routes = self._routes(out, prompt_tokens + len(token_ids) - 1)
+        routes = self._routes(out, len(request.token_ids) + len(token_ids) - 1)
+        of_prompt = _prompt_logprobs(request, out)
         if len(token_ids) != len(logprobs):
             raise RuntimeError(
                 f"request {key}: {len(token_ids)} tokens but {len(logprobs)} log-probabilities"
             )
-        if not all(map(isfinite, logprobs)):
+        if not all(map(isfinite, [*logprobs, *(of_prompt or ())])):
             raise RuntimeError(
                 f"request {key}: the engine gave a log-probability that is not finite; "
                 "its weights or its cache hold NaN"
             )
         status = STATUS[reason["type"]]
-        return Completion(key, token_ids, logprobs, status, self._weights.version, routes)
+        version = self._weights.version
+        return Completion(key, token_ids, logprobs, status, version, routes, of_prompt)
 
     def _routes(self, out: dict[str, Any], num_tokens: int) -> np.ndarray | None:
         """Those of the first ``num_tokens`` tokens; an aborted request may have more."""
@@ -325,3 +330,16 @@ class Host:
         """End this process; the kernel ends its children."""
         write_obituary(self._links.obituary, cause)
         os._exit(EXIT_DIED)
+
+
+def _prompt_logprobs(request: SampleRequest, out: dict[str, Any]) -> list[float] | None:
+    """Of all tokens but the first, for which there is none."""
+    if not request.prompt_logprobs:
+        return None
+    found = [entry[0] for entry in out["meta_info"].get("input_token_logprobs") or ()][1:]
+    if len(found) != len(request.token_ids) - 1:
+        raise RuntimeError(
+            f"request {request.key}: {len(found)} log-probabilities for a prompt of "
+            f"{len(request.token_ids)} tokens"
+        )
+    return found

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf.platform.pages import release_pages
-from rlhf.reshard.checksum import Checksum
+from rlhf.reshard.checksum import Sums
 from rlhf.reshard.wire import HEAD_BYTES, TEXT_AT, TEXT_BYTES, End, Word
 from rlhf.rollout.receiver_reads import check_reads, read_dtype
 
@@ -112,7 +112,7 @@ class _Receiver:
         self._area_bytes = int(message["area_bytes"])
         self._areas = self._memory[HEAD_BYTES : message["sums_at"]]
         self._sums_table = self._memory[message["sums_at"] :].view(torch.int64)
-        self._sums: _Sums | None = None
+        self._sums: Sums | None = None
         self._writes: list[list[Slice]] = []
         self._reads: list[list[Slice]] = []
         self._refusal = "the window was never opened"
@@ -182,7 +182,7 @@ class _Receiver:
     def _update(self, message: dict[str, Any]) -> None:
         """Write rounds as they are posted, until the rank ends the update."""
         device = self._areas.device
-        self._sums = _Sums(self._sums_table, device) if message.get("verify") else None
+        self._sums = Sums(self._sums_table, device) if message.get("verify") else None
         if not self._run_rounds(message, self._write_round, len(self._writes), ahead=1):
             return
         if self._sums is not None:
@@ -302,24 +302,6 @@ class _Receiver:
         self._memory[TEXT_AT : TEXT_AT + len(data)] = torch.frombuffer(
             bytearray(data), dtype=torch.uint8
         )
-
-
-class _Sums:
-    """Checksums of what the parameters hold after each write of one update, in order."""
-
-    def __init__(self, table: Tensor, device: torch.device) -> None:
-        """``table``: [at least as many as there are writes] int64 of the window."""
-        self._table = table
-        self._checksum = Checksum(device)
-        self._sums: list[Tensor] = []
-
-    def add(self, part: Tensor) -> None:
-        """Read the rectangle back."""
-        self._sums.append(self._checksum.of(part))
-
-    def publish(self) -> None:
-        """Show them to the rank."""
-        self._table[: len(self._sums)] = torch.stack(self._sums).cpu()
 
 
 def _live(model: nn.Module) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ from rlhf.dist.groups import PhaseGroup
 from rlhf.dist.layout import RolloutLayout
 from rlhf.reshard.execute import Mover, MoveStats
 from rlhf.rollout.engine import RolloutEngine
+from rlhf.rollout.score_probe import ScoreProbe
 from rlhf.types import Phase
 
 
@@ -25,6 +26,7 @@ class Resharder:
         layout: RolloutLayout,
         group: PhaseGroup,
         gate: PhaseGate,
+        probe: ScoreProbe,
         on_version: Callable[[int], None],
         on_stats: Callable[[MoveStats], None],
         config: ReshardSection,
@@ -35,6 +37,7 @@ class Resharder:
         self._layout = layout
         self._group = group
         self._gate = gate
+        self._probe = probe
         self._on_version = on_version
         self._on_stats = on_stats
         self._timeout_s = config.timeout_s
@@ -65,6 +68,7 @@ class Resharder:
         verify = self._verify_every > 0 and self._num_runs % self._verify_every == 0
         self._num_runs += 1
         with self._gate.phase(Phase.RESHARD, step):
+            self._probe.score_trained()
             messages = self._group.gather(self._mover.update_message(verify=verify))
             if self._engine is not None:
                 self._engine.begin_update(self._of_my_engine(messages), self._timeout_s)
