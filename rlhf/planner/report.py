@@ -54,6 +54,7 @@ class Plan:
             "gpu_bytes": self.machine.gpu_bytes,
             "host_bytes": self.machine.host_bytes,
             "fits": self.fits,
+            "not_built": not_built(self.job, self.machine),
             "misfits": [str(misfit) for misfit in self.misfits],
             "change": None if self.change is None else self.change.words,
             "peak_phase": str(span),
@@ -78,10 +79,12 @@ class Plan:
 def plan_text(plan: Plan, layouts: tuple[str, str]) -> str:
     """About 40 lines. ``layouts``: of training and engines, in words."""
     job, machine, held = plan.job, plan.machine, plan.ledger
-    where = f"{machine.gpu_bytes / GIGA:g} GB, {len(held.host)} nodes of {machine.gpus_per_node}"
+    num_nodes, num_gpus = len(held.host), job.train_layout.world
+    nodes = f"{num_nodes} nodes of {machine.gpus_per_node}" if num_nodes > 1 else "one node"
+    where = f"{num_gpus} GPU{'s' * (num_gpus > 1)} of {machine.gpu_bytes / GIGA:g} GB, {nodes}"
     return "\n".join(
         [
-            f"{plan.name}: {job.train_layout.world} GPUs of {where}",
+            f"{plan.name}: {where}",
             f"  train    {layouts[0]}",
             f"  rollout  {layouts[1]}",
             "",
@@ -134,7 +137,7 @@ def _verdict(plan: Plan) -> list[str]:
         return [
             f"fits: {span} is the fullest phase, {most / GIGA:.1f} GB on rank {rank}; "
             f"{left:.1f} GB are left",
-            *_not_built(plan.job),
+            *_not_built_words(plan),
         ]
     out = ["does not fit:", *(f"  {misfit}" for misfit in plan.misfits)]
     if plan.change is None:
@@ -148,13 +151,26 @@ def _verdict(plan: Plan) -> list[str]:
             f"change     {plan.change.words}: then at most {most / GIGA:.1f} GB per GPU and "
             f"{host / GIGA:.0f} GB of a node's host"
         )
-    return [*out, *_not_built(plan.job)]
+    return [*out, *_not_built_words(plan)]
 
 
-def _not_built(job: Job) -> list[str]:
-    usual = type(job.memory)()
+def not_built(job: Job, machine: Machine) -> list[str]:
+    """What a plan may have and a run may not."""
+    usual, engines = type(job.memory)(), job.rollout_layout
     names = [f"memory.{key}={value}" for key, value in job.memory if value != getattr(usual, key)]
-    return [f"not built yet: {', '.join(names)}; `rlhf train` refuses it"] if names else []
+    names += [
+        f"rollout.{key}={value}"
+        for key in ("a2a", "quantization")
+        if (value := getattr(engines, key)) != "none"
+    ]
+    if engines.engine_size > machine.gpus_per_node:
+        names.append(f"engines of {engines.engine_size} over several nodes")
+    return names
+
+
+def _not_built_words(plan: Plan) -> list[str]:
+    names = ", ".join(not_built(plan.job, plan.machine))
+    return _folded(f"not built  {names}: `rlhf train` refuses these for now") if names else []
 
 
 def _folded(text: str) -> list[str]:

@@ -20,6 +20,7 @@ GIGABYTES = {
     "llama-3.1-8b": 16.06,
     "moonlight-16b": 31.9,
     "qwen2.5-7b": 15.23,
+    "smollm2-135m": 0.269,
     "qwen3-235b-a22b": 470.2,
     "qwen3-30b-a3b": 61.1,
 }
