@@ -7,8 +7,9 @@ the lower bound (what each rank needs and does not hold, once), and so do the by
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from rlhf.reshard.bundles import Bundle, bundles_of
 from rlhf.reshard.topology import Topology
@@ -25,8 +26,7 @@ RAIL_SLACK = 0.005
 """A holder on the same rail may have sent more than another, by this part of the mean."""
 
 
-@dataclass(frozen=True, slots=True)
-class Far:
+class Far(NamedTuple):
     """A copy from another node; ``landing`` passes it on to ``others`` of its node."""
 
     source: int
@@ -99,6 +99,7 @@ class _Chooser:
         self._rails = rails
         self._slack = slack_bytes
         self._turn = 0
+        self._on_rail: dict[tuple[int, ...], dict[int, list[int]]] = {}
 
     def add_certain(self, bundle: Bundle) -> None:
         """Count what has one sender only."""
@@ -110,44 +111,56 @@ class _Chooser:
             sent[flow.holders[0]] += size * len(flow.far)
 
     def choose(self, bundle: Bundle) -> Sending:
-        flow, size = bundle.flow, bundle.num_bytes
+        flow, size, sent = bundle.flow, bundle.num_bytes, self._sent
         near = []
         for rank, holders in flow.near:
             source = holders[0]
             if len(holders) > 1:
-                source = min(holders, key=self._sent.__getitem__)
-                self._sent[source] += size
+                source = min(holders, key=sent.__getitem__)
+                sent[source] += size
             near.append((source, rank))
-        far = tuple(self._far(flow.holders, needers, size) for needers in flow.far)
-        return Sending(bundle, tuple(near), far)
+        far = []
+        holders = flow.holders
+        for needers in flow.far:
+            source = holders[0]
+            if len(holders) > 1:
+                source = self._least(self._some(holders), self._by_rail(needers))
+                sent[source] += size
+            landing = needers[0]
+            others: tuple[int, ...] = ()
+            if len(needers) > 1:
+                landing = self._least(needers, (self._rails[source],))
+                others = tuple([rank for rank in needers if rank != landing])
+                sent[landing] += size * len(others)
+            far.append(Far(source, landing, others))
+        return Sending(bundle, tuple(near), tuple(far))
 
-    def _far(self, holders: tuple[int, ...], needers: tuple[int, ...], size: int) -> Far:
-        sent = self._sent
-        source = holders[0]
-        if len(holders) > 1:
-            source = self._least(self._candidates(holders), needers)
-            sent[source] += size
-        if len(needers) == 1:
-            return Far(source, needers[0], ())
-        landing = self._least(needers, (source,))
-        sent[landing] += size * (len(needers) - 1)
-        return Far(source, landing, tuple(rank for rank in needers if rank != landing))
-
-    def _candidates(self, holders: tuple[int, ...]) -> tuple[int, ...]:
+    def _some(self, holders: tuple[int, ...]) -> tuple[int, ...]:
+        """At most MAX_CANDIDATES of them."""
         if len(holders) <= MAX_CANDIDATES:
             return holders
         self._turn += MAX_CANDIDATES
         at = self._turn % len(holders)
-        return (holders[at:] + holders[:at])[:MAX_CANDIDATES]
+        some = holders[at : at + MAX_CANDIDATES]
+        return some + holders[: MAX_CANDIDATES - len(some)]
 
-    def _least(self, ranks: tuple[int, ...], peers: tuple[int, ...]) -> int:
-        """Who has sent the least; on the rail of a peer if that is about as good."""
+    def _by_rail(self, ranks: tuple[int, ...]) -> dict[int, list[int]]:
+        """Rail -> those of ``ranks`` on it."""
+        found = self._on_rail.get(ranks)
+        if found is None:
+            found = self._on_rail[ranks] = {}
+            for rank in ranks:
+                found.setdefault(self._rails[rank], []).append(rank)
+        return found
+
+    def _least(self, ranks: tuple[int, ...], wanted: Collection[int]) -> int:
+        """Who has sent the least; on a rail of ``wanted`` if that is about as good."""
         sent, rails = self._sent, self._rails
         best = min(ranks, key=sent.__getitem__)
-        wanted = {rails[peer] for peer in peers}
         if rails[best] in wanted:
             return best
-        same_rail = [rank for rank in ranks if rails[rank] in wanted]
+        on_rail = self._by_rail(ranks)
+        same_rail = [rank for rail in wanted for rank in on_rail.get(rail, ())]
         if not same_rail:
             return best
         other = min(same_rail, key=sent.__getitem__)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,6 +18,8 @@ from rlhf.reshard.bundles import Bundle
 from rlhf.reshard.plan import Far, ReshardPlan
 
 MAX_PEERS = 64
+GROWTH = 16
+"""Rounds that are added at a time beyond the one that is needed."""
 RELAY_ROUNDS = 2
 """Rounds between a copy's arrival on a node and its being passed on."""
 
@@ -83,7 +85,7 @@ def _check_size(bundle: Bundle, area_bytes: int, max_peers: int) -> None:
 
 
 class _Load:
-    """Bytes in use at one end, by rank and round.
+    """Room at one end, by rank and round: bytes, and copies.
 
     ``open_rounds`` remembers which rounds may still have room for copies of a size: an integer of
     endless bits for each rank, of which those are cleared that have been found full. Nothing is
@@ -91,8 +93,9 @@ class _Load:
     """
 
     def __init__(self, world: int, area_bytes: int, max_copies: int) -> None:
-        self._used: list[list[int]] = [[] for _ in range(world)]
-        self._counts: list[list[int]] = [[] for _ in range(world)]  # of copies
+        self.left: list[list[int]] = [[] for _ in range(world)]
+        """Bytes; below zero once there is no room for another copy, however small."""
+        self._copies: list[list[int]] = [[] for _ in range(world)]  # that still have room
         self._area = area_bytes
         self._max_copies = max_copies
         self._open: dict[tuple[int, int], list[int]] = {}
@@ -101,23 +104,23 @@ class _Load:
         """By rank: bit n is clear if round n has no room for ``copies`` of ``size``."""
         found = self._open.get((size, copies))
         if found is None:
-            found = self._open[size, copies] = [-1] * len(self._used)
+            found = self._open[size, copies] = [-1] * len(self.left)
         return found
 
-    def has_room(self, rank: int, number: int, size: int, copies: int = 1) -> bool:
-        used = self._used[rank]
-        return number >= len(used) or (
-            used[number] + copies * size <= self._area
-            and self._counts[rank][number] + copies <= self._max_copies
-        )
+    def grow(self, num_rounds: int) -> None:
+        """Empty rounds at the end, up to ``num_rounds``."""
+        for left, copies in zip(self.left, self._copies, strict=True):
+            more = num_rounds - len(left)
+            left += [self._area] * more
+            copies += [self._max_copies] * more
+
+    def has_room(self, rank: int, number: int, size: int, copies: int) -> bool:
+        return self.left[rank][number] >= copies * size and self._copies[rank][number] >= copies
 
     def take(self, rank: int, number: int, size: int) -> None:
-        used, counts = self._used[rank], self._counts[rank]
-        while len(used) <= number:
-            used.append(0)
-            counts.append(0)
-        used[number] += size
-        counts[number] += 1
+        copies = self._copies[rank]
+        copies[number] -= 1
+        self.left[rank][number] -= size if copies[number] else self._area + 1
 
 
 class _Rounds:
@@ -130,6 +133,7 @@ class _Rounds:
         self._out = _Load(plan.world, plan.area_bytes, max_copies)
         self._local_area = local_area
         self._local = self._in if local_area == "incoming" else self._out
+        self._num_rounds = 0  # that both have places for
         self._rows = tuple(array("l") for _ in range(5))
 
     def rows(self) -> Rows:
@@ -140,27 +144,38 @@ class _Rounds:
     def add_local(self, bundle: int, rank: int, size: int) -> None:
         number = self._first([(self._local, rank, 1, 0)], size)
         self._local.take(rank, number, size)
-        self._add(bundle, rank, rank, number, 0)
+        self._add(bundle, [rank], [rank], [number], 0)
 
-    def add_pairs(self, bundle: int, pairs: Iterable[tuple[int, int]], size: int) -> None:
+    def add_pairs(self, bundle: int, pairs: Sequence[tuple[int, int]], size: int) -> None:
         """Most of all copies come here: written for speed."""
-        load_in, load_out = self._in, self._out
-        open_in, open_out = load_in.open_rounds(size), load_out.open_rounds(size)
+        left_in, left_out = self._in.left, self._out.left
+        take_in, take_out = self._in.take, self._out.take
+        open_in, open_out = self._in.open_rounds(size), self._out.open_rounds(size)
+        numbers = []
         for source, rank in pairs:
+            room_in, room_out = left_in[rank], left_out[source]
             open_rounds = open_in[rank] & open_out[source]
             while True:
                 lowest = open_rounds & -open_rounds
                 number = lowest.bit_length() - 1
-                if not load_in.has_room(rank, number, size):
+                if number >= self._num_rounds:
+                    self._grow(number)
+                if room_in[number] < size:
                     open_in[rank] ^= lowest
-                elif not load_out.has_room(source, number, size):
+                elif room_out[number] < size:
                     open_out[source] ^= lowest
                 else:
                     break
                 open_rounds ^= lowest
-            load_in.take(rank, number, size)
-            load_out.take(source, number, size)
-            self._add(bundle, source, rank, number, 0)
+            take_in(rank, number, size)
+            take_out(source, number, size)
+            # as a rule the next copy is as large, and would only find that out
+            if room_in[number] < size:
+                open_in[rank] ^= lowest
+            if room_out[number] < size:
+                open_out[source] ^= lowest
+            numbers.append(number)
+        self._add(bundle, [pair[0] for pair in pairs], [pair[1] for pair in pairs], numbers, 0)
 
     def add_relayed(self, bundle: int, far: Far, size: int) -> None:
         """Both hops at once: the second one's round follows from the first one's."""
@@ -173,15 +188,14 @@ class _Rounds:
         number = self._first(ends, size)
         self._in.take(far.landing, number, size)
         self._out.take(far.source, number, size)
-        self._add(bundle, far.source, far.landing, number, 0)
-        number += RELAY_ROUNDS
+        self._add(bundle, [far.source], [far.landing], [number], 0)
+        number, copies = number + RELAY_ROUNDS, len(far.others)
         for rank in far.others:
             self._in.take(rank, number, size)
             self._out.take(far.landing, number, size)
-            self._add(bundle, far.landing, rank, number, 1)
+        self._add(bundle, [far.landing] * copies, far.others, [number] * copies, 1)
 
-    @staticmethod
-    def _first(ends: Sequence[tuple[_Load, int, int, int]], size: int) -> int:
+    def _first(self, ends: Sequence[tuple[_Load, int, int, int]], size: int) -> int:
         """The first round with room at all ``ends``: load, rank, copies, how many rounds later."""
         open_rounds = -1
         for load, rank, copies, later in ends:
@@ -189,6 +203,8 @@ class _Rounds:
         while True:
             lowest = open_rounds & -open_rounds
             number = lowest.bit_length() - 1
+            if number + RELAY_ROUNDS >= self._num_rounds:
+                self._grow(number + RELAY_ROUNDS)
             for load, rank, copies, later in ends:
                 if not load.has_room(rank, number + later, size, copies):
                     load.open_rounds(size, copies)[rank] &= ~(lowest << later)
@@ -197,10 +213,20 @@ class _Rounds:
             else:
                 return number
 
-    def _add(self, bundle: int, source: int, rank: int, number: int, is_relay: int) -> None:
-        bundles, sources, ranks, rounds, relays = self._rows
-        bundles.append(bundle)
-        sources.append(source)
-        ranks.append(rank)
-        rounds.append(number)
-        relays.append(is_relay)
+    def _grow(self, number: int) -> None:
+        """Places for round ``number``, and for some more."""
+        self._num_rounds = number + 1 + GROWTH
+        self._in.grow(self._num_rounds)
+        self._out.grow(self._num_rounds)
+
+    def _add(
+        self,
+        bundle: int,
+        sources: Sequence[int],
+        ranks: Sequence[int],
+        numbers: Sequence[int],
+        is_relay: int,
+    ) -> None:
+        values = [bundle] * len(ranks), sources, ranks, numbers, [is_relay] * len(ranks)
+        for column, more in zip(self._rows, values, strict=True):
+            column.extend(more)

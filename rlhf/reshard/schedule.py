@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from rlhf.reshard.plan import ReshardPlan, plan
 from rlhf.reshard.rounds import MAX_PEERS, Area, Rows, assign_rounds
 from rlhf.reshard.topology import Topology
@@ -158,8 +160,9 @@ def share(made: ReshardPlan, rows: Rows, rank: int) -> RankPlan:
 
 
 def _rows_of(rows: Rows, rank: int) -> Sequence[int]:
-    sources, ranks = rows.source, rows.destination
-    return [i for i in range(len(sources)) if sources[i] == rank or ranks[i] == rank]
+    sources, ranks = (np.frombuffer(column, "l") for column in (rows.source, rows.destination))
+    found: list[int] = np.flatnonzero((sources == rank) | (ranks == rank)).tolist()
+    return found
 
 
 _Row = tuple[int, int, int]  # sending, source, destination
