@@ -9,7 +9,7 @@ PIP     := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST  := $(BIN)/python -m pytest
 ARGS    ?=
 # what `make bench` runs, each also as bench-NAME; the module is rlhf.bench.NAME, _ for -
-BENCHES := step logprob packing reshard-copy reshard-gloo
+BENCHES := step logprob packing reshard-copy reshard-gloo reshard-plan
 
 export OMP_WAIT_POLICY = PASSIVE
 export GOMP_SPINCOUNT = 0

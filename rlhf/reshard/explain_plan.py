@@ -32,10 +32,11 @@ def plan_moves(
     made = plan(spread, topology, itemsize, area_bytes)
     rows = assign_rounds(made, max_peers)
     share(made, rows, 0)
-    return _moves(made, rows, time.perf_counter() - begun)
+    return moves_of(made, rows, time.perf_counter() - begun)
 
 
-def _moves(made: ReshardPlan, rows: Rows, build_s: float) -> Moves:
+def moves_of(made: ReshardPlan, rows: Rows, build_s: float) -> Moves:
+    """What all ranks move by a plan that took ``build_s`` seconds."""
     source, destination, number = (
         np.asarray(values, np.int64) for values in (rows.source, rows.destination, rows.round)
     )
