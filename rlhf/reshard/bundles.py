@@ -188,17 +188,18 @@ def _split_all(atoms: list[Atom], limit_bytes: int) -> tuple[Atom, ...]:
 
 
 def _split(atom: Atom, limit_bytes: int) -> list[Atom]:
-    """The atom in parts of at most ``limit_bytes``, cut along its outer dims."""
+    """The atom in parts of at most ``limit_bytes``, cut along its outer dims; blocks stay whole."""
     if atom.num_bytes <= limit_bytes:
         return [atom]
     sizes = [stop - start for start, stop in atom.region]
-    dim = next(i for i, size in enumerate(sizes) if size > 1)
-    per_index = atom.num_bytes // sizes[dim]
-    step = max(1, limit_bytes // per_index)
-    if atom.destination[0].dtype == FLOAT8 and len(sizes) - dim <= 2:
-        step = max(BLOCK, step // BLOCK * BLOCK)  # blocks stay whole
-        if step >= sizes[dim]:
-            return [atom]
+    units = [1] * len(sizes)
+    if atom.destination[0].dtype == FLOAT8:
+        units[-2:] = [BLOCK, BLOCK]
+    dim = next((i for i, size in enumerate(sizes) if size > units[i]), None)
+    if dim is None:
+        return [atom]
+    per_index, unit = atom.num_bytes // sizes[dim], units[dim]
+    step = max(unit, limit_bytes // per_index // unit * unit)
     start, stop = atom.region[dim]
     parts = [
         replace(

@@ -33,13 +33,21 @@ class Packer:
 
         Args:
             values: the source's rectangle, any strides.
-            out: contiguous, of the destination's shape and dtype.
+            out: of the destination's shape and dtype.
         """
         if transfer.form == "plain":
             out.copy_(values.reshape(out.shape))  # a stack's slot is a dim of one; still a view
             return
-        matrix = out.view(out.shape[out.dim() - values.dim() :])
+        # a rank's copy into its own tensor may be strided, which the quantiser does not write
+        whole = (
+            out
+            if out.is_contiguous()
+            else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+        )
+        matrix = whole.view(out.shape[out.dim() - values.dim() :])
         self._not_finite[str(transfer)] = pack(values, transfer.form, matrix)
+        if whole is not out:
+            out.copy_(whole)
 
     def check(self) -> None:
         """
