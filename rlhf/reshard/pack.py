@@ -29,12 +29,14 @@ class Packer:
         self._not_finite: dict[str, Tensor] = {}
 
     def pack(self, transfer: Transfer, values: Tensor, out: Tensor) -> None:
-        """Cast or quantise ``values`` into ``out``.
+        """Transpose where it is asked, and cast or quantise, ``values`` into ``out``.
 
         Args:
             values: the source's rectangle, any strides.
             out: of the destination's shape and dtype.
         """
+        if transfer.transposed:
+            values = values.mT
         if transfer.form == "plain":
             out.copy_(values.reshape(out.shape))  # a stack's slot is a dim of one; still a view
             return

@@ -36,6 +36,8 @@ class Transfer:
     dtype: str | None  # of the destination, where it is not the model's
     form: Literal["plain", "weight", "scale"] = "plain"
     """The other two: block fp8, or its scales, are to be computed from the source's values."""
+    transposed: bool = False
+    """Rows of the source's rectangle are columns of ``box``."""
 
     @property
     def num_bytes(self) -> int:
@@ -257,6 +259,7 @@ def _transfers(
                 itemsize=made.itemsize if target.dtype is None else ITEMSIZES[target.dtype],
                 dtype=target.dtype,
                 form=_form(place, target) if is_holder else "plain",
+                transposed=place.transposed != target.transposed,
             )
 
 

@@ -132,8 +132,8 @@ class EngineSource:
     def __init__(self, plan: RankPlan, window: Window, dtype: torch.dtype, limit_s: float) -> None:
         """
         Raises:
-            RuntimeError: the plan keeps local copies in the incoming area, or the window's areas
-                are smaller than its largest round.
+            RuntimeError: the plan keeps local copies in the incoming area, transposes something,
+                or has rounds that are larger than the window's areas.
         """
         if plan.local_area != "outgoing":
             raise RuntimeError(
@@ -145,6 +145,12 @@ class EngineSource:
                 f"rank {plan.rank}: rounds take up to {plan.outgoing_area_bytes} bytes, an area of "
                 f"the window has {window.area_bytes}"
             )
+        for transfer in (p.transfer for r in plan.rounds for p in r.leaving):
+            if transfer.transposed:
+                raise RuntimeError(
+                    f"an engine that is read gives its weights as they lie; {transfer} would have "
+                    "to be transposed"
+                )
         self._window = window
         self._limit_s = limit_s
         self._read = [[p for p in r.leaving if p.relayed_from is None] for r in plan.rounds]

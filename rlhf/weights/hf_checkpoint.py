@@ -163,7 +163,9 @@ def load_pieces(folder: str | Path, pieces: Sequence[Piece], params: Mapping[str
                 full = f.get_slice(piece.tensor)
                 _check_region(path, piece, tuple(full.get_shape()))
                 target = params[piece.param].data[_slices(piece.local)]
-                target.copy_(full[_slices(piece.region)].reshape(target.shape))
+                values = full[_slices(piece.region)]
+                values = values.mT if piece.transposed else values
+                target.copy_(values.reshape(target.shape))
 
 
 def write_tensors(path: str | Path, tensors: Mapping[str, Tensor]) -> int:

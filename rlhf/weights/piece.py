@@ -21,7 +21,8 @@ ITEMSIZES = {FLOAT32: 4, FLOAT8: 1}
 class Piece:
     """``tensor[region]`` (HF name, HF coordinates) is stored in ``param[local]`` of one rank.
 
-    The two boxes have the same size in every dim that is not of size one. Only for block scales
+    The two boxes have the same size in every dim that is not of size one, in the same order but
+    for the rows and columns of what is transposed. Only for block scales
     that follow from a weight is ``local`` that of the weight (``block_scales.scale_piece``).
     """
 
@@ -31,6 +32,8 @@ class Piece:
     local: Box
     dtype: str | None = None
     """Of the parameter, where it has its own (a key of ``ITEMSIZES``); None: the model's."""
+    transposed: bool = False
+    """Rows of the region, which is a matrix, are columns of ``local``."""
 
 
 def box_size(box: Box) -> int:
@@ -53,13 +56,15 @@ def show_box(box: Box) -> str:
     return "[" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]"
 
 
-def moved_box(part: Box, region: Box, local: Box) -> Box:
+def moved_box(part: Box, region: Box, local: Box, transposed: bool = False) -> Box:
     """Where ``part`` of ``region`` lies when ``region`` lies at ``local``.
 
     ``local`` may have more dims in front (an expert stack); they keep their range.
     """
     if part == region:
         return local
+    if transposed:
+        part, region = part[::-1], region[::-1]
     front = len(local) - len(region)
     return local[:front] + tuple(
         (start - origin + base, stop - origin + base)

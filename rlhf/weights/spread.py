@@ -28,6 +28,7 @@ class Place:
 
     ``stacked``: ``local`` has one more dim in front, the slot of the expert. ``scales``: the tensor
     is one of block scales, which can be computed from the weights that lie at ``local``.
+    ``transposed``: as in a piece.
     """
 
     region: Box
@@ -37,6 +38,7 @@ class Place:
     dtype: str | None = None
     stacked: bool = False
     scales: bool = False
+    transposed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +64,9 @@ class At:
     def box(self, place: Place, region: Box) -> Box:
         """Where ``region``, a part of the place's, lies in it."""
         if place.scales:
+            assert not place.transposed, f"scales are computed from {place.param} as it lies"
             return weight_box(region, place.region, place.local)
-        box = moved_box(region, place.region, place.local)
+        box = moved_box(region, place.region, place.local, place.transposed)
         return ((self.slot, self.slot + 1), *box) if place.stacked else box
 
 
@@ -182,7 +185,14 @@ def _places(shards: Sequence[Sequence[Piece]]) -> dict[str, tuple[Place, ...]]:
             ranks.setdefault(piece.tensor, {}).setdefault(piece, []).append(rank)
     return {
         name: tuple(
-            Place(piece.region, piece.param, piece.local, tuple(held), piece.dtype)
+            Place(
+                piece.region,
+                piece.param,
+                piece.local,
+                tuple(held),
+                piece.dtype,
+                transposed=piece.transposed,
+            )
             for piece, held in by_piece.items()
         )
         for name, by_piece in ranks.items()

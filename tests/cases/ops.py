@@ -6,7 +6,17 @@ each operation without a mapping waits for.
 
 from __future__ import annotations
 
-from tests.cases import configuration, context, data, experts, logprobs, losses, runs, weights
+from tests.cases import (
+    configuration,
+    context,
+    data,
+    experts,
+    fused,
+    logprobs,
+    losses,
+    runs,
+    weights,
+)
 from tests.cases.case import Op
 
 OPS: dict[str, Op] = {
@@ -14,6 +24,7 @@ OPS: dict[str, Op] = {
     **context.OPS,
     **data.OPS,
     **experts.OPS,
+    **fused.OPS,
     **logprobs.OPS,
     **losses.OPS,
     **runs.OPS,
@@ -59,8 +70,6 @@ WAITING: dict[str, tuple[str, ...]] = {
     "mixture-of-experts families and the layouts of large models": (
         "replayed_expert_weights",
         "route_padding",
-        "fused_expert_layout",
-        "bucket_plan",
     ),
     "time-slicing of device memory": (
         "phase_peak_memory",

@@ -43,6 +43,7 @@ def cut(
     out = {name: torch.full(tuple(shape), -1, dtype=dtype) for name, shape in shapes.items()}
     for piece in pieces:
         part = full[piece.tensor][slices(piece.region)]
+        part = part.mT if piece.transposed else part
         view = out[piece.param][slices(piece.local)]
         view.copy_(part.reshape(view.shape))
     return out

@@ -35,6 +35,7 @@ def check_tiling(pieces: list[Piece], params: dict[str, tuple[int, ...]]) -> Non
     counts = {name: np.zeros(shape, int) for name, shape in params.items()}
     for piece in pieces:
         wide = [b - a for a, b in piece.region if b - a > 1]
+        wide = wide[::-1] if piece.transposed else wide
         assert wide == [b - a for a, b in piece.local if b - a > 1]
         assert box_size(piece.region) == box_size(piece.local)
         part = counts[piece.param][slices(piece.local)]

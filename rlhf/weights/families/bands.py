@@ -309,12 +309,17 @@ def _places(shape: ModelShape, block: Block, side: _Side) -> dict[str, tuple[Pla
         for seat, grid in enumerate(side.expert_grids if of_expert else side.grids):
             laid = one.lay(frame_of(shape, grid, block.tensors))
             for part in laid.parts:
-                place = Place(part.region, param, part.local, (), laid.dtype, stacked)
+                place = Place(
+                    part.region,
+                    param,
+                    part.local,
+                    (),
+                    laid.dtype,
+                    stacked,
+                    transposed=part.transposed,
+                )
                 found.setdefault(part.tensor, {}).setdefault(place, []).append(seat)
     return {
-        tensor: tuple(
-            Place(p.region, p.param, p.local, tuple(seats), p.dtype, p.stacked)
-            for p, seats in by_place.items()
-        )
+        tensor: tuple(replace(place, seats=tuple(seats)) for place, seats in by_place.items())
         for tensor, by_place in found.items()
     }

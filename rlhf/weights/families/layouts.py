@@ -324,7 +324,14 @@ def _outer_params(shape: ModelShape, side: _Side, chunk: _Chunk) -> Iterator[tup
 
 def _pieces(params: Iterable[_Param]) -> list[Piece]:
     return [
-        Piece(param.hf_prefix + part.tensor, part.region, param.name, part.local, param.laid.dtype)
+        Piece(
+            param.hf_prefix + part.tensor,
+            part.region,
+            param.name,
+            part.local,
+            param.laid.dtype,
+            part.transposed,
+        )
         for param in params
         for part in param.laid.parts
     ]

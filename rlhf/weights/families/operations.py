@@ -58,6 +58,7 @@ class Part:
     tensor: str
     region: Box
     local: Box
+    transposed: bool = False  # as in a piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +72,7 @@ class Laid:
     def of_expert(self, number: int) -> Laid:
         """The same of one expert's tensors."""
         parts = (
-            Part(part.tensor.replace(EXPERT, str(number)), part.region, part.local)
-            for part in self.parts
+            replace(part, tensor=part.tensor.replace(EXPERT, str(number))) for part in self.parts
         )
         return Laid(self.shape, tuple(parts), self.dtype)
 
@@ -228,6 +228,43 @@ class Vocab:
 
 
 @dataclass(frozen=True, slots=True)
+class Interleaved:
+    """Dim 0 of each tensor is cut over the group; rows of a rank's blocks take turns: the first
+    of each tensor, the second of each, and so on."""
+
+    tensors: tuple[str, ...]
+    group: GroupName = "tp"
+
+    def lay(self, frame: Frame) -> Laid:
+        group, num = frame.groups[self.group], len(self.tensors)
+        rows, *rest = frame.shapes[self.tensors[0]]
+        start, stop = _block(rows, group)
+        tail = full_box(tuple(rest))
+        parts = tuple(
+            Part(tensor, ((row, row + 1), *tail), ((at, at + 1), *tail))
+            for row in range(start, stop)
+            for at, tensor in enumerate(self.tensors, (row - start) * num)
+        )
+        return Laid(((stop - start) * num, *rest), parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Transposed:
+    """The matrix with its rows as columns."""
+
+    matrix: Operation
+
+    def lay(self, frame: Frame) -> Laid:
+        laid = self.matrix.lay(frame)
+        rows, cols = laid.shape
+        parts = tuple(
+            replace(part, local=part.local[::-1], transposed=not part.transposed)
+            for part in laid.parts
+        )
+        return replace(laid, shape=(cols, rows), parts=parts)
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertStack:
     """SGLang's experts: one parameter, whose first dim counts the rank's experts."""
 
@@ -236,7 +273,7 @@ class ExpertStack:
     def lay(self, frame: Frame) -> Laid:
         one = self.expert.lay(frame)
         parts = (
-            Part(part.tensor, part.region, ((slot, slot + 1), *part.local))
+            replace(part, local=((slot, slot + 1), *part.local))
             for slot, number in enumerate(frame.experts)
             for part in one.of_expert(number).parts
         )
@@ -276,7 +313,12 @@ class BlockScales:
                     ]
                 )
         parts = (
-            Part(scale_name(part.tensor), scale_box(part.region), scale_box(part.local))
+            replace(
+                part,
+                tensor=scale_name(part.tensor),
+                region=scale_box(part.region),
+                local=scale_box(part.local),
+            )
             for part in laid.parts
         )
         return Laid(scale_shape(laid.shape), tuple(parts), FLOAT32)
