@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -17,18 +18,24 @@ from torch import Tensor
 from rlhf.builder import routed_layers
 from rlhf.dist.layout import RolloutLayout
 from rlhf.platform.sglang_cpu import murmur_hash32
-from rlhf.reshard.execute import Mover
-from rlhf.reshard.schedule import rank_plans
+from rlhf.reshard.execute import Mover, MoveStats
+from rlhf.reshard.schedule import RankPlan, rank_plans
 from rlhf.reshard.topology import Topology
 from rlhf.reshard.transport import LocalTransport
 from rlhf.reshard.windows import Window
 from rlhf.rollout.engine import Completion, EngineSpec, SampleRequest
 from rlhf.rollout.host_client import EngineHost
 from rlhf.rollout.zygote import Zygote
-from rlhf.weights.families import full_pieces, rollout_padding_params, rollout_pieces
+from rlhf.weights.families import (
+    full_pieces,
+    rollout_padding_params,
+    rollout_param_shapes,
+    rollout_pieces,
+)
 from rlhf.weights.model_shape import load_model_shape
 from rlhf.weights.spread import spread_of_shards
 from tests.helpers.movers import in_threads, no_poll
+from tests.helpers.shards import dtypes_of, slices
 
 AREA_BYTES = 1 << 17
 """Small enough that an update has several rounds."""
@@ -67,37 +74,57 @@ class EngineCase:
         self.info = self.engine.wait_ready()
         self.params: dict[str, Tensor] = {}
         self._movers: list[Mover] = []
+        self._readers: list[Mover] = []
+        self._read: list[dict[str, Tensor]] = []
         self._sequence = 0
+        self._version = -1
 
     def open(self, state: Mapping[str, Tensor]) -> None:
         """Show the receivers their windows."""
         self.params = dict(state)
-        spec = self.spec
-        layout = RolloutLayout(spec.num_ranks, tp=spec.tp, dp=spec.dp, ep=spec.ep, pp=spec.pp)
-        ranks = range(layout.world)
-        held = full_pieces(self.shape)
-        needed = [rollout_pieces(self.shape, layout, rank) for rank in ranks]
-        plans = rank_plans(
-            spread_of_shards([held] * layout.world, needed),
-            Topology.of(layout.world, 8),
-            itemsize=getattr(torch, self.spec.dtype).itemsize,
-            area_bytes=AREA_BYTES,
-        )
-        self._movers = [
-            Mover(
-                part,
-                self.params,
-                LocalTransport(part.rank, {}),
-                Window(AREA_BYTES, num_sums=part.num_arriving),
-                dtype=getattr(torch, self.spec.dtype),
-                limit_s=LIMIT_S,
-                padding_params=rollout_padding_params(self.shape, layout, part.rank),
+        dtype = getattr(torch, self.spec.dtype)
+        there, back = self._plans(dtype.itemsize)
+        self._read = [self._empty_shard(plan.rank) for plan in there]
+        self._movers, self._readers = [], []
+        for plan, way_back, shard in zip(there, back, self._read, strict=True):
+            window = Window(AREA_BYTES, num_sums=plan.num_arriving)
+            transport = LocalTransport(plan.rank, {})
+            padding = rollout_padding_params(self.shape, self._layout, plan.rank)
+            settings: dict[str, Any] = {"dtype": dtype, "limit_s": LIMIT_S}
+            self._movers.append(
+                Mover(plan, self.params, transport, window, padding_params=padding, **settings)
             )
-            for part in plans
-        ]
-        self.engine.call_loader([mover.open_message() for mover in self._movers])
+            self._readers.append(Mover(way_back, window, transport, shard, **settings))
+        both = zip(self._movers, self._readers, strict=True)
+        self.engine.call_loader([mover.open_message(reader) for mover, reader in both])
         for mover in self._movers:
             mover.window.wait_opened(LIMIT_S, self.engine.poll)
+
+    @property
+    def _layout(self) -> RolloutLayout:
+        spec = self.spec
+        return RolloutLayout(spec.num_ranks, tp=spec.tp, dp=spec.dp, ep=spec.ep, pp=spec.pp)
+
+    def _plans(self, itemsize: int) -> tuple[list[RankPlan], list[RankPlan]]:
+        """From full tensors on every rank to its engine's shard, and of that to itself."""
+        world, held = self._layout.world, full_pieces(self.shape)
+        needed = [rollout_pieces(self.shape, self._layout, rank) for rank in range(world)]
+        settings: dict[str, Any] = {"itemsize": itemsize, "area_bytes": AREA_BYTES}
+        topology = Topology.of(world, 8)
+        there = rank_plans(spread_of_shards([held] * world, needed), topology, **settings)
+        kept = spread_of_shards(needed, needed)
+        return there, rank_plans(kept, topology, local_area="outgoing", **settings)
+
+    def _empty_shard(self, rank: int) -> dict[str, Tensor]:
+        """NaN; of the shapes and dtypes that the engine's parameters have."""
+        pieces = rollout_pieces(self.shape, self._layout, rank)
+        dtype = getattr(torch, self.spec.dtype)
+        dtypes = dtypes_of(pieces, dtype)
+        shapes = rollout_param_shapes(self.shape, self._layout, rank)
+        return {
+            name: torch.full(size, float("nan"), dtype=dtypes.get(name, dtype))
+            for name, size in shapes.items()
+        }
 
     def begin(self) -> None:
         self._sequence += 1
@@ -111,13 +138,47 @@ class EngineCase:
 
     def run_movers(self) -> None:
         """All ranks at once; the first looks after the engine. Verified."""
-        polls = [self.engine.poll, *[no_poll] * (self.spec.num_ranks - 1)]
-        runs = [
-            partial(m.run, poll, verify=True) for m, poll in zip(self._movers, polls, strict=True)
-        ]
-        faults = [fault for stats in in_threads(runs, LIMIT_S) for fault in stats.faults]
+        faults = [fault for stats in self._run(self._movers, verify=True) for fault in stats.faults]
         if faults:
             raise RuntimeError(f"not what was sent: {faults}")
+
+    def _run(self, movers: list[Mover], *, verify: bool) -> list[MoveStats]:
+        polls = [self.engine.poll, *[no_poll] * (self.spec.num_ranks - 1)]
+        both = zip(movers, polls, strict=True)
+        return in_threads([partial(m.run, poll, verify=verify) for m, poll in both], LIMIT_S)
+
+    def read(self) -> list[dict[str, Tensor]]:
+        """By rank: the live parameters as the engine's processes have them, padding NaN."""
+        self._sequence += 1
+        for shard in self._read:
+            for tensor in shard.values():
+                tensor.fill_(float("nan"))
+        messages = [reader.update_message() for reader in self._readers]
+        self.engine.begin_update(messages, LIMIT_S)
+        self._run(self._readers, verify=False)
+        self.engine.end_update(self._version)
+        return self._read
+
+    def exported(self, state: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+        """The same, cut out of an export."""
+        ranks = range(self._layout.world)
+        out = [self._empty_shard(rank) for rank in ranks]
+        for rank, shard in zip(ranks, out, strict=True):
+            for piece in rollout_pieces(self.shape, self._layout, rank):
+                view = shard[piece.param][slices(piece.local)]
+                view.copy_(state[piece.tensor][slices(piece.region)].reshape(view.shape))
+        return out
+
+    def addresses(self) -> list[dict[str, int]]:
+        """By rank: of the live parameters in the engine's processes."""
+        self.engine.call_loader([{"op": "table"}] * self.spec.num_ranks)
+        deadline, tables = time.monotonic() + LIMIT_S, []
+        for window in self.windows:
+            while (table := window.reply()) is None:  # later stages take their time
+                self.engine.poll()
+                assert time.monotonic() < deadline, "a rank did not say where its parameters are"
+            tables.append({name: row["data_ptr"] for name, row in table.items()})
+        return tables
 
     @property
     def windows(self) -> list[Window]:
@@ -131,6 +192,7 @@ class EngineCase:
         self.begin()
         self.run_movers()
         self.engine.end_update(version)
+        self._version = version
 
     def generate(self, requests: list[SampleRequest]) -> list[Completion]:
         return self.engine.generate(requests, lambda _: None, LIMIT_S)

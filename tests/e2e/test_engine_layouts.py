@@ -31,7 +31,7 @@ from tests.e2e.engine_case import (
     sampled,
     seeded_choice,
 )
-from tests.helpers.tiny_models import make_tiny
+from tests.helpers.tiny_models import FAMILIES, make_tiny
 
 TOLERANCE = 1e-5
 GONE_S = 10.0
@@ -61,6 +61,8 @@ LAYOUTS = (
     Layout("qwen3_moe", {"tp": 2, "ep": 2}, ODD),
     Layout("glm4_moe", {}, ODD),
     Layout("moonlight", {}),
+    Layout("llama", {"tp": 2}, ODD),
+    Layout("qwen2", {}),
     Layout("llama", {"tp": 2, "pp": 2}, slow=True),
     Layout("qwen2", {"pp": 2}, slow=True),
     Layout("qwen3", {"tp": 2, "dp": 2}, slow=True),
@@ -124,6 +126,32 @@ def assert_as_transformers(engine: EngineCase, reference: Any) -> None:
         if engine.spec.routes:
             assert_routes_as_transformers(reference, prompt, answer)
     assert torch.cat(gaps).mean() <= TOLERANCE
+
+
+def test_parameters_are_the_export_bit_by_bit_and_stay_in_place(
+    case: tuple[EngineCase, Any],
+) -> None:
+    """On every rank, after each of two reshards; captured graphs would read the same memory."""
+    engine, reference = case
+    state = reference_state(reference)
+    before = engine.addresses()
+    for sign, version in ((-1, 8), (1, 7)):
+        signed = {name: sign * tensor for name, tensor in state.items()}
+        engine.write(signed, version)
+        shards = zip(engine.read(), engine.exported(signed), before, strict=True)
+        for rank, (got, wanted, named) in enumerate(shards):
+            assert got.keys() == named.keys()
+            for name, tensor in got.items():
+                same = torch.equal(tensor.view(torch.uint8), wanted[name].view(torch.uint8))
+                assert same, f"rank {rank}, {name}"
+        assert engine.addresses() == before
+
+
+def test_every_family_and_every_kind_of_layout_is_among_the_quick_ones() -> None:
+    quick = [case for case in LAYOUTS if not case.slow]
+    assert {case.family for case in quick} == set(FAMILIES)
+    kinds = [("tp",), ("tp", "ep"), ("tp", "dp"), ("pp",)]
+    assert {tuple(case.layout) for case in quick} >= set(kinds)
 
 
 def test_answers_equal_transformers_before_and_after_other_weights(
