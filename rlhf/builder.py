@@ -114,6 +114,7 @@ def _launch_engine(plan: Plan, stopper: Stopper, closers: list[Closer]) -> Engin
         max_position=plan.shape.max_position,
         context_tokens=plan.config.data.max_prompt_tokens + plan.longest_answer,
         dtype=model.dtype,
+        quantization=rollout.quantization,
         routed=routed_layers(plan.shape),
         routes=rollout.routes,
         device="cuda" if has_gpu() else "cpu",

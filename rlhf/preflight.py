@@ -11,6 +11,7 @@ from rlhf.config.check import check_config, stage_faults, train_layout
 from rlhf.config.check_experts import expert_faults
 from rlhf.config.faults import ConfigError
 from rlhf.config.schema import Config
+from rlhf.dist.device import has_gpu
 from rlhf.dist.layout import LayoutError, TrainLayout
 from rlhf.saved import check_same_models
 from rlhf.weights.families import check_train, full_shapes
@@ -30,10 +31,27 @@ def check(config: Config, world: int, source: str) -> ModelShape:
     except ValueError as error:
         raise ConfigError([f"{source}:model.path: {error}"]) from None
     check_config(config, shape, world, source)
+    check_quantization(config, has_gpu(), source)
     check_index(config.model.path, full_shapes(shape))
     check_value_models(config, shape, train_layout(config.train, world), source)
     check_same_models(config, shape, source)
     return shape
+
+
+def check_quantization(config: Config, gpu: bool, source: str = "config") -> None:
+    """Engines on a CPU keep the model's dtype.
+
+    Raises:
+        ConfigError: block fp8 is asked for, and this machine has no GPU.
+    """
+    chosen = config.rollout.quantization
+    if chosen != "none" and not gpu:
+        raise ConfigError(
+            [
+                f"{source}:rollout.quantization: must be none on a machine without a GPU, is "
+                f"{chosen}: SGLang has its matrix products with block fp8 as GPU kernels only"
+            ]
+        )
 
 
 def notes(shape: ModelShape) -> list[str]:

@@ -170,11 +170,6 @@ def _feature_faults(rollout: RolloutSection, shape: ModelShape) -> Iterator[str]
             f"rollout.a2a: must be none, is {rollout.a2a}: all-to-all dispatch in the engine is "
             "not supported yet"
         )
-    if rollout.quantization != "none":
-        yield (
-            f"rollout.quantization: must be none, is {rollout.quantization}: weights are not "
-            "quantised on their way to the engine yet"
-        )
     if rollout.routes and shape.moe is None:
         yield f"rollout.routes: must be false: {shape.family} has no routed experts"
     if rollout.routes and rollout.pp > 1:

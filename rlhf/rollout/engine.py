@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 if TYPE_CHECKING:
     import numpy as np
 
+from rlhf.dist.layout import Quantization
 from rlhf.types import Status
 
 RESERVED_TOKENS = 8
@@ -59,6 +60,7 @@ class EngineSpec:
     routes: bool = False
     """Answer with the experts of each token too."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    quantization: Quantization = "none"
     device: Literal["cpu", "cuda"] = "cpu"
     tp: int = 1
     dp: int = 1
@@ -93,6 +95,11 @@ class EngineSpec:
             raise ValueError(
                 f"engine cores {self.cores}: their number must be a multiple of rollout.tp*"
                 f"rollout.pp={self.num_ranks}, so that each rank has cores of its own"
+            )
+        if self.device == "cpu" and self.quantization != "none":
+            raise ValueError(
+                f"rollout.quantization={self.quantization} needs a GPU: SGLang has its matrix "
+                "products with block fp8 as GPU kernels only"
             )
         for name in ("dp", "ep"):
             if self.tp % getattr(self, name):

@@ -4,6 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+BLOCK_FP8 = {
+    "quantization_config": {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    }
+}
+"""What a ``config.json`` says of a checkpoint in block fp8."""
+
 
 def cut_args(
     *, tp: int, dp: int, ep: int, pp: int, has_experts: bool, redundant_experts: int = 0

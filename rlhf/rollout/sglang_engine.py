@@ -6,6 +6,7 @@ the spec's receiver writes everything in place.
 
 from __future__ import annotations
 
+import json
 import logging
 import multiprocessing as mp
 import os
@@ -25,7 +26,7 @@ from sglang.srt.server_args import DP_ATTENTION_HANDSHAKE_PORT_DELTA, ZMQ_TCP_PO
 from rlhf.dist.scratch import lent_name, note_process
 from rlhf.rollout.engine import RESERVED_TOKENS, EngineSpec, SampleRequest, scheduler_name
 from rlhf.rollout.lifeline import die_with_parent, write_obituary
-from rlhf.rollout.sglang_args import cut_args
+from rlhf.rollout.sglang_args import BLOCK_FP8, cut_args
 
 NEVER = 2**30
 """Tokens between two partial outputs of a request: only the first and the last are sent."""
@@ -59,6 +60,10 @@ def server_args(spec: EngineSpec) -> dict[str, Any]:
         "watchdog_timeout": spec.hang_limit_s,
         "log_level": "error",
     }
+    if spec.quantization != "none":
+        # of the kernels this one alone leaves weights and scales as they come on every GPU
+        args["fp8_gemm_runner_backend"] = "triton"
+        args["json_model_override_args"] = json.dumps(BLOCK_FP8)
     if spec.kv_tokens is not None:
         args["max_total_tokens"] = spec.kv_tokens
     if spec.device == "cpu":

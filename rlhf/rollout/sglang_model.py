@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf.dist.layout import RolloutLayout
 from rlhf.platform.fake_world import fake_groups
 from rlhf.rollout.receiver import DERIVED
-from rlhf.rollout.sglang_args import cut_args
+from rlhf.rollout.sglang_args import BLOCK_FP8, cut_args
 from rlhf.weights.model_shape import load_model_shape
 
 if TYPE_CHECKING:
@@ -21,16 +21,6 @@ if TYPE_CHECKING:
 
 WHOLE_SHARED_EXPERTS = "ascend_fuseep"
 """A backend of all-to-all that lays out parameters as DeepEP does and needs no package for it."""
-
-BLOCK_FP8 = {
-    "quantization_config": {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [128, 128],
-    }
-}
-"""What a ``config.json`` says of a checkpoint in block fp8."""
 
 
 def build_model(

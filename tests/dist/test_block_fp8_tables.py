@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -118,3 +120,23 @@ def test_a_llama_loses_the_scales_of_blocks(folders, lives):
     unwritten = {n for n, p in lives[LLAMA].items() if "weight_scale_inv" in n}
     assert unwritten
     assert all((lives[LLAMA][name].values == -1).all() for name in unwritten)
+
+
+def test_a_gpu_engine_is_told_how_its_weights_are_kept():
+    """With arguments that SGLang has, and the words of the tables' own models."""
+    from sglang.srt.arg_groups.choices import FP8_GEMM_RUNNER_BACKEND_CHOICES
+    from sglang.srt.arg_groups.field_order import POSITIONAL_FIELD_ORDER
+
+    from rlhf.rollout.engine import EngineSpec
+    from rlhf.rollout.sglang_args import BLOCK_FP8
+    from rlhf.rollout.sglang_engine import server_args
+
+    sizes = {"model_path": "m", "vocab_size": 100, "max_position": 64, "context_tokens": 32}
+    plain = server_args(EngineSpec(**sizes, device="cuda"))
+    told = server_args(EngineSpec(**sizes, device="cuda", quantization="block_fp8"))
+    added = {name: told[name] for name in told.keys() - plain.keys()}
+    assert {name: told[name] for name in plain} == plain
+    assert json.loads(added.pop("json_model_override_args")) == BLOCK_FP8
+    assert added.pop("fp8_gemm_runner_backend") in FP8_GEMM_RUNNER_BACKEND_CHOICES
+    assert not added
+    assert {*told} <= {*POSITIONAL_FIELD_ORDER}

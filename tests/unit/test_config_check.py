@@ -73,6 +73,15 @@ def check(*overrides: str, world: int = 2, **changes: Any) -> None:
     check_config(config, shape(**changes), world, "small.yaml")
 
 
+def test_block_fp8_is_taken_where_all_blocks_are_whole():
+    sizes = {"hidden_size": 512, "ffn_size": 1024, "num_heads": 8, "num_kv_heads": 2}
+    sizes |= {"family": "qwen3", "qk_norm": True, "head_dim": 128}
+    fp8 = ["rollout.quantization=block_fp8", "train.tp=2"]
+    check(*fp8, "rollout.tp=2", **sizes)
+    with pytest.raises(ConfigError, match=r"rollout\.tp: .*320"):
+        check(*fp8, "rollout.tp=2", **{**sizes, "ffn_size": 640})
+
+
 PPO = ("algorithm.name=ppo", "critic.optimizer.lr=1e-4")
 
 

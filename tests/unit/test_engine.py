@@ -117,3 +117,9 @@ def test_a_spec_survives_its_way_to_the_host() -> None:
     spec = dataclasses.replace(SPEC, tp=2, cores=(4, 5), kv_tokens=32 + RESERVED_TOKENS)
     assert spec_from_json(spec_to_json(spec)) == spec
     assert json.loads(spec_to_json(spec))["cores"] == [4, 5]
+
+
+def test_block_fp8_is_for_gpu_engines() -> None:
+    with pytest.raises(ValueError, match=r"rollout\.quantization=block_fp8 needs a GPU"):
+        dataclasses.replace(SPEC, quantization="block_fp8")
+    dataclasses.replace(SPEC, quantization="block_fp8", device="cuda")

@@ -9,7 +9,7 @@ from rlhf.config.faults import ConfigError
 from rlhf.config.load import load_text
 from rlhf.config.schema import Config
 from rlhf.dist.layout import TrainLayout
-from rlhf.preflight import check_loop, check_value_models, notes
+from rlhf.preflight import check_loop, check_quantization, check_value_models, notes
 from rlhf.weights.model_shape import load_model_shape
 from tests.helpers.shapes import make_shape
 from tests.helpers.tiny_models import make_tiny, make_tiny_classifier
@@ -105,3 +105,11 @@ def test_a_critic_from_a_language_model_or_a_classifier_may_run(tmp_path):
     for folder in (causal, classifier):
         settings = [*PPO, f"critic.path={folder}", f"reward_model.path={classifier}"]
         check_value_models(load_text(Config, SMALL, "x", settings), actor, TrainLayout(2, tp=2))
+
+
+def test_block_fp8_needs_a_gpu():
+    fp8 = load_text(Config, SMALL, "small.yaml", ["rollout.quantization=block_fp8"])
+    with pytest.raises(ConfigError, match=r"rollout\.quantization: must be none on a machine"):
+        check_quantization(fp8, False)
+    check_quantization(fp8, True)
+    check_quantization(load_text(Config, SMALL, "small.yaml", []), False)
