@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from argparse import ArgumentParser, Namespace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rlhf.explain import Request, read_request
@@ -65,6 +66,8 @@ def run(args: Namespace) -> tuple[str, bool]:
     found = ledger(job, machine)
     faults = misfits(job, found, machine)
     disk = disk_bytes(job.shape, job.itemsize)
+    if job.critic is not None:  # saved too, not exported
+        disk = replace(disk, state=disk.state + disk_bytes(job.critic, job.itemsize).state)
     change = smallest_change(job, machine) if faults else None
     plan = Plan(request.name, job, machine, found, disk, faults, change)
     if args.json:

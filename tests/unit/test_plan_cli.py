@@ -123,6 +123,13 @@ def test_sums_of_phases_are_of_the_regions_that_they_name(capsys):
         assert phase["least"] <= phase["mean"] <= phase["most"] <= got["peak_bytes"]
 
 
+def test_a_checkpoint_has_the_critic_too(capsys):
+    ppo = _plan(capsys, f"{ROOT}/configs/recipes/qwen2_5_7b_8_ppo.yaml")
+    grpo = _plan(capsys, f"{ROOT}/configs/recipes/qwen2_5_7b_8.yaml")
+    assert ppo["state_bytes"] == 2 * grpo["state_bytes"]
+    assert ppo["export_bytes"] == grpo["export_bytes"]
+
+
 def test_what_does_not_fit_ends_with_1_and_a_change_that_would(capsys):
     text = _said(capsys, "plan", f"{QWEN} --gpu-mem-gb 32", 1)
     assert "does not fit:\n  ROLLOUT on rank 0 needs" in text

@@ -17,6 +17,8 @@ from rlhf.planner.engine_memory import derived_bytes, engine_weight_bytes, kv_to
 from rlhf.planner.fit import misfits, smallest_change
 from rlhf.planner.memory import ALWAYS, NEEDED, Job, Machine, Region, Span, ledger, residency
 from rlhf.planner.train_memory import EXPERT_PARAM, ModelUse, disk_bytes, train_bytes
+from rlhf.rollout.residency import ASLEEP, AWAKE
+from rlhf.types import Phase
 from rlhf.weights.families import (
     full_shapes,
     rollout_param_shapes,
@@ -28,6 +30,15 @@ from rlhf.weights.piece import FLOAT32
 from tests.helpers.recipes import RECIPES
 from tests.helpers.shapes import make_shape, rollout_layouts, shapes, train_layouts
 
+SERVING = {Region.ENGINE, Region.DERIVED, Region.KV_CACHE}
+OF_ROLES = {
+    Region.ACTOR,
+    Region.OPTIMIZER,
+    Region.REFERENCE,
+    Region.CRITIC,
+    Region.CRITIC_OPTIMIZER,
+    Region.REWARD_MODEL,
+}
 ROLES = ("reference", "critic", "reward_model")
 MACHINE = Machine(80 * 10**9, 2000 * 10**9, 8, 8 * 10**9)
 
@@ -160,6 +171,18 @@ def test_a_phase_has_what_it_needs_and_nothing_of_absent_roles(time_slice, optim
         for role, region in (("reference", Region.REFERENCE), ("critic", Region.CRITIC_OPTIMIZER)):
             assert role in roles or region not in held
     assert (Span("RESTORE") in table) == (time_slice == "all")
+
+
+def test_without_slicing_phases_hold_what_a_run_holds():
+    """Engines as their residency has them; roles always, but for gradients."""
+    table = residency(MemorySection(), ROLES)
+    for span, held in table.items():
+        phase = Phase(span.phase.lower())
+        assert (held >= SERVING) == (phase in AWAKE)
+        assert not held & SERVING or phase not in ASLEEP
+        assert held >= OF_ROLES
+        assert (Region.GRADIENTS in held) == (span == Span("UPDATE", "actor"))
+        assert (Region.CRITIC_GRADIENTS in held) == (phase is Phase.UPDATE)
 
 
 def test_slicing_keeps_less_in_every_phase():
