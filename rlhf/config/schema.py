@@ -150,9 +150,9 @@ class ReshardSection(Section):
     max_peers: PositiveInt = 64
     """A rank exchanges messages with at most so many others in a round."""
     timeout_s: Seconds = 120
-    verify_every: Count = 1
-    """Compare checksums of what trainers sent and engines hold after every so many reshards, and
-    look for NaN and infinite weights; a difference stops the run. 0: never."""
+    verify_every: Count = 10
+    """Compare checksums of what trainers sent and engines hold in the first of every so many
+    reshards; a difference stops the run. 0: never. NaN and infinite weights always do."""
     probe_tokens: Count = 32
     """Length of a fixed prompt, drawn from the seed, that the trainer scores after its update and
     the engines before their rollout; at most what an engine's context holds. 0: no probe."""

@@ -39,7 +39,7 @@ class MoveStats:
     local_s: float = 0.0  # parameters into the rank's own destination
     wire_s: float = 0.0  # waiting for peers
     write_s: float = 0.0  # waiting for the receiver, or writing tensors
-    verify_s: float = 0.0  # checksums, their exchange and comparison
+    verify_s: float = 0.0  # looking for NaN and infinities; checksums, exchanged and compared
     total_s: float = 0.0
     faults: tuple[str, ...] = ()
     """What a verification found; the weights must not be used then, on any rank."""
@@ -199,14 +199,15 @@ class Mover:
         Args:
             poll: called while waiting; what it raises ends the movement.
             verify: compare what the engine holds with what was sent; equal on all ranks. What is
-                found is in the statistics, so that all ranks may hear of it before one stops.
+                found is in the statistics, so that all ranks may hear of it before one stops. That
+                an engine gets NaN or infinite elements is found always.
 
         Raises:
             RuntimeError: a peer or the receiver failed or was silent too long; names parameters,
                 ranks and the round.
         """
         stats, begun = MoveStats(num_rounds=len(self.plan.rounds)), time.perf_counter()
-        verifier = self._begin_verifier() if verify else None
+        verifier = self._begin_verifier(verify) if isinstance(self._target, EngineTarget) else None
         number = 0
         try:
             with _timed(stats, "write_s"):
@@ -236,10 +237,10 @@ class Mover:
         self._source.abandon()
         self._target.abandon()
 
-    def _begin_verifier(self) -> Verifier:
+    def _begin_verifier(self, verify: bool) -> Verifier:
         if self._verifier is None:
             self._verifier = Verifier(self.plan, self._transport.device, self.dtype)
-        self._verifier.begin()
+        self._verifier.begin(sums=verify)
         return self._verifier
 
     def _run_round(

@@ -123,7 +123,14 @@ class TensorSource:
         pass
 
     def _values(self, transfer: Transfer) -> Tensor:
-        return self._tensors[transfer.source_param].detach()[slices_of(transfer.source_box)]
+        """
+        Raises:
+            ValueError: the parameter was there when the movement was planned and no longer is.
+        """
+        tensor = self._tensors.get(transfer.source_param)
+        if tensor is None:
+            raise ValueError(f"parameter {transfer.source_param} is gone; planned was {transfer}")
+        return tensor.detach()[slices_of(transfer.source_box)]
 
 
 class EngineSource:

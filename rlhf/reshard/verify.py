@@ -41,7 +41,8 @@ class Verifier:
         self._first_in = _firsts([sum(1 for _ in r.arriving) for r in plan.rounds])
         self._due = torch.zeros(len(self._arriving), dtype=torch.int64, device=device)
         self._sent = torch.zeros(len(self._outgoing), dtype=torch.int64, device=device)
-        self._extremes: list[tuple[int, Placed, Tensor]] = []
+        self._extremes: list[tuple[int, Placed, Tensor, Tensor]] = []
+        self._sums = False
         self._relays = self._find_relays()
         self._ways = {
             is_relay: (
@@ -51,23 +52,23 @@ class Verifier:
             for is_relay in (False, True)
         }
 
-    def begin(self) -> None:
-        """Forget the movement before."""
-        self._extremes = []
+    def begin(self, *, sums: bool) -> None:
+        """Forget the movement before. Without ``sums`` only what is not finite is looked for."""
+        self._extremes, self._sums = [], sums
 
     def sum_outgoing(self, number: int, area: Tensor) -> None:
         """A round's outgoing transfers lie packed in ``area``."""
         parts = [p for message in self._plan.rounds[number].outgoing for p in message.parts]
         for i, placed in enumerate(parts, self._first_out[number]):
             if not placed.is_relay:
-                self._sent[i] = self._sum(number, placed, area)
+                self._look(number, placed, area, self._sent[i])
 
     def sum_local(self, number: int, area: Tensor) -> None:
         """A round's local transfers lie packed in ``area``, the incoming one."""
         round_ = self._plan.rounds[number]
         first = self._first_in[number] + sum(len(m.parts) for m in round_.incoming)
         for i, placed in enumerate(round_.local, first):
-            self._due[i] = self._sum(number, placed, area)
+            self._look(number, placed, area, self._due[i])
 
     def exchange(self, transport: Transport, limit_s: float, poll: Poll) -> None:
         """Learn the sums of what came. Collective over the ranks of the plan, at most one message
@@ -76,6 +77,8 @@ class Verifier:
         Raises:
             TransportError: a peer failed or is silent for ``limit_s``.
         """
+        if not self._sums:
+            return
         self._exchange(transport, limit_s, poll, is_relay=False)
         leaving, came = self._relays
         self._sent[leaving] = self._due[came]
@@ -87,7 +90,8 @@ class Verifier:
         Args:
             written: [arriving transfers] int64 in host memory, the receiver's sums.
         """
-        return tuple(_some(self._not_finite()) + _some(self._differing(written)))
+        differing = self._differing(written) if self._sums else []
+        return tuple(_some(self._not_finite()) + _some(differing))
 
     def _exchange(
         self, transport: Transport, limit_s: float, poll: Poll, *, is_relay: bool
@@ -126,21 +130,25 @@ class Verifier:
                 found[peer].append(i)
         return {peer: torch.tensor(found[peer], device=self._device) for peer in sorted(found)}
 
-    def _sum(self, number: int, placed: Placed, area: Tensor) -> Tensor:
-        """The checksum of what lies packed; notes the extremes.
+    def _look(self, number: int, placed: Placed, area: Tensor, total: Tensor) -> None:
+        """Note the extremes of what lies packed; its checksum goes into ``total``.
 
         A NaN is the smallest and the largest of its rectangle, an infinity is one of them. What is
         packed as fp8 is checked by the packer: torch finds no largest of that.
         """
         view = part_view(area, placed, self._dtype)
         if view.numel() and view.dtype.itemsize > 1:
-            self._extremes.append((number, placed, torch.stack(torch.aminmax(view)).float()))
-        return self._checksum.of(view)
+            least, most = torch.aminmax(view)
+            self._extremes.append((number, placed, least, most))
+        if self._sums:
+            total.copy_(self._checksum.of(view))
 
     def _not_finite(self) -> list[str]:
         if not self._extremes:
             return []
-        bad = torch.stack([pair for _, _, pair in self._extremes]).isfinite().all(1).logical_not()
+        # of one dtype: float64 holds the largest of any, on a GPU too
+        found = [extreme.double() for _, _, *both in self._extremes for extreme in both]
+        bad = torch.stack(found).view(-1, 2).isfinite().all(1).logical_not()
         return [
             f"round {self._extremes[i][0]}: NaN or infinite elements leave in "
             f"{self._extremes[i][1].transfer}"

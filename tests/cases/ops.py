@@ -37,6 +37,24 @@ BEHAVIOUR: dict[tuple[str, str], str] = {
         "gradient_scale_vs_cp1",
     ): "tests/dist/test_parity_context.py::test_losses_and_gradient_norms_equal_one_rank",
     (
+        "ipc_refcount",
+        "counter",
+    ): "tests/unit/test_reshard_window.py::"
+    "test_a_window_is_mapped_once_at_each_end_and_gone_when_both_have_let_go",
+    (
+        "ipc_refcount",
+        "reclaimable",
+    ): "tests/unit/test_reshard_window.py::"
+    "test_a_window_is_mapped_once_at_each_end_and_gone_when_both_have_let_go",
+    (
+        "kv_cache_validity",
+        "cached_tokens_for_B",
+    ): "tests/e2e/test_engine_weights.py::test_no_cached_prefix_outlives_its_weights",
+    (
+        "kv_cache_validity",
+        "reuse_allowed",
+    ): "tests/e2e/test_engine_weights.py::test_no_cached_prefix_outlives_its_weights",
+    (
         "optimizer_reshard",
         "any_of",
     ): "tests/dist/test_parity_checkpoint.py::test_another_layout_continues_equal",
@@ -73,9 +91,7 @@ WAITING: dict[str, tuple[str, ...]] = {
     ),
     "time-slicing of device memory": (
         "phase_peak_memory",
-        "kv_cache_validity",
         "engine_state_machine",
-        "ipc_refcount",
         "host_pinned_peak",
     ),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,20 @@ def assert_greedy_as_transformers(engine: EngineCase, reference: Any) -> None:
 
 def test_greedy_tokens_and_logprobs_equal_transformers(case: tuple[EngineCase, Any]) -> None:
     assert_greedy_as_transformers(*case)
+
+
+def test_logprobs_of_a_prompt_equal_transformers(case: tuple[EngineCase, Any]) -> None:
+    """Also those of a prompt that lies in the cache."""
+    engine, reference = case
+    prompt = PROMPTS[-1]
+    engine.generate([greedy(prompt, 0)])
+    (answer,) = engine.generate([replace(greedy(prompt, 0, 1), prompt_logprobs=True)])
+    expected = reference_logprobs(reference, prompt[:1], list(prompt[1:]))
+    chosen = expected.gather(-1, torch.tensor(prompt[1:])[:, None])[:, 0]
+    assert answer.prompt_logprobs is not None
+    assert (chosen - torch.tensor(answer.prompt_logprobs)).abs().max() <= TOLERANCE
+    (plain,) = engine.generate([greedy(prompt, 0, 1)])
+    assert plain.prompt_logprobs is None
 
 
 def test_latent_attention_equals_transformers_where_nothing_needs_to_repeat(

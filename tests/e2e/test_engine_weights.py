@@ -85,13 +85,50 @@ def test_abandoned_update_leaves_the_weights_invalid(
     before = case.generate(REQUESTS)
     del case.params["model.norm.weight"]
     case.begin()
-    with pytest.raises(KeyError):
+    with pytest.raises(RuntimeError, match=r"parameter model\.norm\.weight is gone"):
         case.run_movers()
     case.engine.abandon_update()
     with pytest.raises(RuntimeError, match="abandoned"):
         case.generate(REQUESTS)
     case.write(state, 5)
     assert case.generate(REQUESTS) == before
+
+
+def test_what_is_not_what_was_sent_does_not_serve(
+    case: EngineCase, state: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A byte of each round changes in the window before the receiver sees it."""
+    case.write(state, 5)
+    before = case.generate(REQUESTS)
+    window = case.windows[-1]
+    post = window.post
+
+    def spoil(num_rounds: int) -> None:
+        window.area(num_rounds - 1)[0] ^= 1
+        post(num_rounds)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(window, "post", spoil)
+        case.begin()
+        with pytest.raises(RuntimeError, match=r"round 0: the engine does not hold .*-> rank"):
+            case.run_movers()
+    case.engine.abandon_update()
+    with pytest.raises(RuntimeError, match="abandoned"):
+        case.generate(REQUESTS)
+    case.write(state, 5)
+    assert case.generate(REQUESTS) == before
+
+
+def test_no_cached_prefix_outlives_its_weights(case: EngineCase, state: dict[str, Tensor]) -> None:
+    """The same prompts under other weights in between: each time as if they were the first."""
+    other = {name: tensor * 1.25 for name, tensor in state.items()}
+    case.write(state, 1)
+    first = case.generate(REQUESTS)
+    case.write(other, 1)
+    between = case.generate(REQUESTS)
+    case.write(state, 1)
+    assert case.generate(REQUESTS) == first
+    assert all(a.logprobs != b.logprobs for a, b in zip(first, between, strict=True))
 
 
 def test_update_and_generation_exclude_each_other(

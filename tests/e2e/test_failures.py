@@ -20,6 +20,7 @@ KILLED = "was killed by SIGKILL (the kernel does so when memory runs out: see dm
 
 LOOPS = '''
 import os
+from pathlib import Path
 
 import psutil
 
@@ -49,6 +50,65 @@ def rank_raises(run):
 
 def rank_dies(run):
     planted(run, lambda: os.kill(os.getpid(), 9))
+
+
+def in_second_update(run, fault):
+    """``fault(mover, post, num_rounds)`` is called for rank 1's posts in its second update."""
+    mover, note = run.resharder._mover, Path(run.config.run_dir, "fault")
+    post = mover.window.post
+
+    def planted_post(num_rounds):
+        if mover.window.sequence == 2:
+            note.touch()
+            fault(mover, num_rounds)
+        post(num_rounds)
+
+    if run.ground.plan.world.rank == 1:
+        mover.window.post = planted_post
+    rlhf.loop.train(run)
+
+
+def window_is_spoiled(run):
+    def spoil(mover, num_rounds):
+        mover.window.area(num_rounds - 1)[0] ^= 1
+
+    in_second_update(run, spoil)
+
+
+def rank_dies_in_update(run):
+    in_second_update(run, lambda mover, num_rounds: os.kill(os.getpid(), 9))
+
+
+def engine_dies_in_update(run):
+    def kill(mover, num_rounds):
+        os.kill(run.resharder._engine.wait_ready().pids["scheduler tp0"], 9)
+
+    in_second_update(run, kill)
+
+
+def after_update(run, fault):
+    """``fault(name, params)`` for a parameter of rank 1 after its first update."""
+    update, params = run.actor.update, run.actor.params
+
+    def planted_update(minibatch, step):
+        update(minibatch, step)
+        Path(run.config.run_dir, "fault").touch()
+        fault(next(n for n in params if "linear_fc2" in n), params)
+
+    if run.ground.plan.world.rank == 1:
+        run.actor.update = planted_update
+    rlhf.loop.train(run)
+
+
+def weight_is_nan(run):
+    def spoil(name, params):
+        params[name].data[1, 2] = float("nan")
+
+    after_update(run, spoil)
+
+
+def weight_is_lost(run):
+    after_update(run, lambda name, params: params.pop(name))
 
 
 def engine_dies_while_ranks_train(run):
@@ -178,6 +238,29 @@ def test_a_rank_that_vanishes_is_named_and_ends_the_others(config, tmp_path):
     code, _, err = finish(with_loop(config, tmp_path, "rank_dies"), 180)
     assert code == 1, err
     assert LINE.findall(err) == [("1", "pack", "1", KILLED)]
+
+
+RESHARD_FAULTS = {
+    "window_is_spoiled": r"rank 1: round 0: the engine does not hold what was sent of model\.\S+: "
+    r"rank \d .* -> rank 1 ",
+    "weight_is_nan": r"rank 1: round \d+: NaN or infinite elements leave in model\.\S+down_proj\S+ "
+    r"rank 1 decoder\S+linear_fc2",
+    "weight_is_lost": r"rank 1, round \d+ of \d+: parameter decoder\S+linear_fc2\.weight is gone",
+    "rank_dies_in_update": re.escape(KILLED),
+    "engine_dies_in_update": r"EngineDied: .*scheduler tp0.*SIGKILL",
+}
+
+
+@pytest.mark.parametrize("fault", RESHARD_FAULTS)
+def test_what_goes_wrong_in_a_reshard_stops_all_ranks(config, tmp_path, fault):
+    """By the name of parameter, round and rank; nobody is asked after the fault."""
+    process = with_loop(config, tmp_path, fault)
+    wait_for(lambda: process.poll() is not None or (tmp_path / "fault").exists(), 180, "the fault")
+    code, _, err = finish(process, LIMIT_S)
+    assert code == 1, err
+    ((_, phase, step, cause),) = LINE.findall(err)
+    assert (phase, step) == ("reshard", "0"), err
+    assert re.search(RESHARD_FAULTS[fault], cause), cause
 
 
 def test_a_frozen_rank_is_named_and_goes_with_its_engine(config, tmp_path, own_tmp):

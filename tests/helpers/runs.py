@@ -61,6 +61,7 @@ def tiny_config(folder: Path, family: str = "llama", **sections: Any) -> Path:
         },
         "batch": {"prompts_per_step": 4, "samples_per_prompt": 4},
         "optimizer": {"lr": 1e-3},
+        "reshard": {"verify_every": 1},
         "checkpoint": {"export_hf": False},
         "track": {"console": False},
     }

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import threading
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -322,7 +325,7 @@ def test_an_abandoned_update_releases_the_receiver():
     loader = threading.Thread(target=rank.load, args=(message,), daemon=True)
     norm = rank.params.pop("decoder.final_layernorm.weight")
     loader.start()
-    with pytest.raises(KeyError):
+    with pytest.raises(RuntimeError, match=r"rank 0, round \d+ .*final_layernorm\.weight is gone"):
         rank.mover.run(no_poll)
     loader.join(10)
     assert not loader.is_alive()
@@ -408,6 +411,29 @@ def test_a_window_leaves_no_name_and_survives_its_descriptor():
     assert rank.window.fd == -1
     rank.update()
     rank.assert_engine_holds(rank.full)
+
+
+def _mappings(inode):
+    """How often this process maps the file."""
+    lines = Path("/proc/self/maps").read_text(encoding="ascii").splitlines()
+    return sum("reshard-window" in line and f" {inode} " in line for line in lines)
+
+
+def test_a_window_is_mapped_once_at_each_end_and_gone_when_both_have_let_go():
+    """Opened with the first message, not with each update; nothing else keeps its memory."""
+    rank = OneRank()
+    inode = os.fstat(rank.window.fd).st_ino
+    rank.open()
+    for _ in range(3):
+        rank.update()
+        assert _mappings(inode) == 2, "the rank's and the engine's"
+    rank.model = None
+    gc.collect()
+    assert _mappings(inode) == 1
+    rank.window.close()
+    rank.mover = rank.window = None
+    gc.collect()
+    assert _mappings(inode) == 0
 
 
 @pytest.mark.skipif(
