@@ -158,11 +158,8 @@ def not_built(job: Job, machine: Machine) -> list[str]:
     """What a plan may have and a run may not."""
     usual, engines = type(job.memory)(), job.rollout_layout
     names = [f"memory.{key}={value}" for key, value in job.memory if value != getattr(usual, key)]
-    names += [
-        f"rollout.{key}={value}"
-        for key in ("a2a", "quantization")
-        if (value := getattr(engines, key)) != "none"
-    ]
+    if engines.a2a != "none":
+        names.append(f"rollout.a2a={engines.a2a}")
     if engines.engine_size > machine.gpus_per_node:
         names.append(f"engines of {engines.engine_size} over several nodes")
     return names
