@@ -53,7 +53,11 @@ def round_trip(
     Raises:
         RuntimeError: a parameter is missing or too small.
     """
-    window = Window(max(there.incoming_area_bytes, back.outgoing_area_bytes), transport.device)
+    window = Window(
+        max(there.incoming_area_bytes, back.outgoing_area_bytes),
+        transport.device,
+        num_sums=there.num_arriving,
+    )
     own = max(there.outgoing_area_bytes, incoming_bytes(back))
     staging = torch.empty(2, own, dtype=torch.uint8, device=transport.device)
     return RoundTrip(

@@ -47,6 +47,8 @@ class BeginUpdate:
     call: int
     messages: tuple[dict[str, Any], ...]
     limit_s: float
+    reads: bool = False
+    """The weights are read and stay what they are."""
 
 
 @dataclass(frozen=True, slots=True)

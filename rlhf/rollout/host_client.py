@@ -197,8 +197,7 @@ class EngineHost:
         From here on the weights are invalid, until :meth:`end_update` has returned.
         :meth:`poll` raises if the engine refused or the call ended with an error.
         """
-        self._update_call, self._update_limit_s = self._next_call(), limit_s
-        self._send(BeginUpdate(self._update_call, tuple(messages), limit_s))
+        self._begin_update(messages, limit_s, reads=False)
 
     def end_update(self, version: int) -> None:
         """Wait for the loader call to return and declare the weights valid as ``version``.
@@ -212,6 +211,22 @@ class EngineHost:
 
     def abandon_update(self) -> None:
         """Wait for the loader call to return; the weights stay invalid."""
+        self._end_update(None)
+
+    def begin_read(self, messages: Sequence[dict[str, Any]], limit_s: float) -> None:
+        """Like :meth:`begin_update`, for receivers that read weights and change none.
+
+        Generate is refused until :meth:`end_read` has returned. Refused itself while the weights
+        are invalid.
+        """
+        self._begin_update(messages, limit_s, reads=True)
+
+    def end_read(self) -> None:
+        """Wait for the loader call to return; the weights are as valid as they were.
+
+        Raises:
+            RuntimeError: begin, loader or end failed; the weights are invalid then.
+        """
         self._end_update(None)
 
     def sleep(self) -> None:
@@ -262,6 +277,12 @@ class EngineHost:
         self._release()
 
     # ---------------------------------------------------------------- inside
+
+    def _begin_update(
+        self, messages: Sequence[dict[str, Any]], limit_s: float, *, reads: bool
+    ) -> None:
+        self._update_call, self._update_limit_s = self._next_call(), limit_s
+        self._send(BeginUpdate(self._update_call, tuple(messages), limit_s, reads))
 
     def _end_update(self, version: int | None) -> None:
         self._update_call = None

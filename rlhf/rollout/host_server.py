@@ -257,8 +257,10 @@ class Host:
 
         if busy := self._busy():
             tell(f"RuntimeError: update refused: {busy}")
+        elif message.reads and (invalid := self._weights.invalid):
+            tell(f"RuntimeError: read refused: engine weights are not valid ({invalid})")
         else:
-            self._weights.begin(message.messages, message.limit_s, tell)
+            self._weights.begin(message.messages, message.limit_s, tell, reads=message.reads)
 
     async def _when_idle(self, what: str, work: Coroutine[Any, Any, None]) -> None:
         if busy := self._busy():

@@ -1,8 +1,9 @@
 """The engine's weights as its host sees them: updates, sleep, and whether they may be used.
 
 Weights are invalid until an update has completed, again as soon as the next one begins, and after
-a sleep. One update is one begin, one loader call that stays open while the rank drives its rounds,
-and one end; SGLang's begin and end are quick and its loader call flushes the prefix cache.
+a sleep. A read leaves them as they are. One update is one begin, one loader call that stays open
+while the rank drives its rounds, and one end; SGLang's begin and end are quick, and its loader call
+flushes the prefix cache but in a read.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ class EngineWeights:
         self._spec = spec
         self._die = die
         self._update: asyncio.Task[None] | None = None
+        self._reads = False
+        """The open update is a read."""
         self._limit_s = 0.0
         self._asleep = False
         self.loading = False
@@ -52,23 +55,32 @@ class EngineWeights:
     def is_busy(self) -> bool:
         return self.loading or (self._update is not None and not self._update.done())
 
-    def begin(self, messages: Messages, limit_s: float, on_failure: Callable[[str], None]) -> None:
-        """Open an update; ``on_failure`` hears of an end that nobody asked for."""
+    def begin(
+        self,
+        messages: Messages,
+        limit_s: float,
+        on_failure: Callable[[str], None],
+        *,
+        reads: bool = False,
+    ) -> None:
+        """Open an update, or a read; ``on_failure`` hears of an end that nobody asked for."""
 
         async def update() -> None:
             try:
-                await self._load(messages)
+                await self._load(messages, flush_cache=not reads)
             except Exception as error:
                 self.invalid = f"the last update failed: {error}"
                 on_failure(f"{type(error).__name__}: {error}")
                 raise
 
-        self.invalid = "an update is open"
-        self._limit_s = limit_s
+        self.invalid = "a read is open" if reads else "an update is open"
+        self._reads, self._limit_s = reads, limit_s
         self._update = asyncio.get_running_loop().create_task(update())
 
     async def end(self, version: int | None) -> None:
         """Wait for the open update; with a version the weights are valid from here on.
+
+        After a read they are valid too, and of the version that they were.
 
         Raises:
             RuntimeError: there is none, or SGLang refused a part of it.
@@ -77,6 +89,9 @@ class EngineWeights:
         if update is None:
             raise RuntimeError("end_update without begin_update")
         await self._returned(update, self._limit_s)
+        if self._reads:
+            self.invalid = ""
+            return
         if version is None:
             self.invalid = "the last update was abandoned"
             return
@@ -118,7 +133,7 @@ class EngineWeights:
             self._die(f"a scheduler did not return from the loader within {limit_s:.0f} s")
         load.result()
 
-    async def _load(self, messages: Messages) -> None:
+    async def _load(self, messages: Messages, *, flush_cache: bool = True) -> None:
         """One begin, one loader call in every scheduler, one end."""
         if len(messages) != self._spec.num_ranks:
             raise ValueError(
@@ -132,9 +147,10 @@ class EngineWeights:
                 BeginWeightUpdateReqInput(selector="target")
             )
             _check("begin_weight_update", begun)
-            loaded = [await self._call_loader(messages)]
+            loaded = [await self._call_loader(messages, flush_cache)]
             if self._spec.pp > 1:  # that one has returned while stages still work
-                loaded.append(await self._call_loader([{"op": "join"}] * self._spec.num_ranks))
+                join = [{"op": "join"}] * self._spec.num_ranks
+                loaded.append(await self._call_loader(join, flush_cache))
             ended = await self._manager.end_weight_update(EndWeightUpdateReqInput())
             for result in loaded:
                 _check("loader", result)
@@ -142,7 +158,7 @@ class EngineWeights:
         finally:
             self.loading = False
 
-    async def _call_loader(self, messages: Messages) -> tuple[bool, str]:
+    async def _call_loader(self, messages: Messages, flush_cache: bool) -> tuple[bool, str]:
         """SGLang picks the payload by tp rank: those of its stages travel together."""
         tp = self._spec.tp
         payloads = [
@@ -152,7 +168,7 @@ class EngineWeights:
             UpdateWeightsFromTensorReqInput(
                 serialized_named_tensors=loader_payloads([json.dumps(p) for p in payloads]),
                 load_format=self._spec.receiver,
-                flush_cache=True,
+                flush_cache=flush_cache,
                 selector="target",
             )
         )

@@ -76,11 +76,9 @@ class EngineCase:
         self._movers: list[Mover] = []
         self._readers: list[Mover] = []
         self._read: list[dict[str, Tensor]] = []
-        self._sequence = 0
-        self._version = -1
 
     def open(self, state: Mapping[str, Tensor]) -> None:
-        """Show the receivers their windows."""
+        """Show the receivers their windows, again if they have others."""
         self.params = dict(state)
         dtype = getattr(torch, self.spec.dtype)
         there, back = self._plans(dtype.itemsize)
@@ -89,7 +87,7 @@ class EngineCase:
         for plan, way_back, shard in zip(there, back, self._read, strict=True):
             window = Window(AREA_BYTES, num_sums=plan.num_arriving)
             transport = LocalTransport(plan.rank, {})
-            padding = rollout_padding_params(self.shape, self._layout, plan.rank)
+            padding = rollout_padding_params(self.shape, self.layout, plan.rank)
             settings: dict[str, Any] = {"dtype": dtype, "limit_s": LIMIT_S}
             self._movers.append(
                 Mover(plan, self.params, transport, window, padding_params=padding, **settings)
@@ -101,14 +99,14 @@ class EngineCase:
             mover.window.wait_opened(LIMIT_S, self.engine.poll)
 
     @property
-    def _layout(self) -> RolloutLayout:
+    def layout(self) -> RolloutLayout:
         spec = self.spec
         return RolloutLayout(spec.num_ranks, tp=spec.tp, dp=spec.dp, ep=spec.ep, pp=spec.pp)
 
     def _plans(self, itemsize: int) -> tuple[list[RankPlan], list[RankPlan]]:
         """From full tensors on every rank to its engine's shard, and of that to itself."""
-        world, held = self._layout.world, full_pieces(self.shape)
-        needed = [rollout_pieces(self.shape, self._layout, rank) for rank in range(world)]
+        world, held = self.layout.world, full_pieces(self.shape)
+        needed = [rollout_pieces(self.shape, self.layout, rank) for rank in range(world)]
         settings: dict[str, Any] = {"itemsize": itemsize, "area_bytes": AREA_BYTES}
         topology = Topology.of(world, 8)
         there = rank_plans(spread_of_shards([held] * world, needed), topology, **settings)
@@ -117,24 +115,18 @@ class EngineCase:
 
     def _empty_shard(self, rank: int) -> dict[str, Tensor]:
         """NaN; of the shapes and dtypes that the engine's parameters have."""
-        pieces = rollout_pieces(self.shape, self._layout, rank)
+        pieces = rollout_pieces(self.shape, self.layout, rank)
         dtype = getattr(torch, self.spec.dtype)
         dtypes = dtypes_of(pieces, dtype)
-        shapes = rollout_param_shapes(self.shape, self._layout, rank)
+        shapes = rollout_param_shapes(self.shape, self.layout, rank)
         return {
             name: torch.full(size, float("nan"), dtype=dtypes.get(name, dtype))
             for name, size in shapes.items()
         }
 
     def begin(self) -> None:
-        self._sequence += 1
-        message = {
-            "op": "update",
-            "sequence": self._sequence,
-            "limit_s": LIMIT_S,
-            "verify": True,
-        }
-        self.engine.begin_update([message] * self.spec.num_ranks, LIMIT_S)
+        messages = [mover.update_message(verify=True) for mover in self._movers]
+        self.engine.begin_update(messages, LIMIT_S)
 
     def run_movers(self) -> None:
         """All ranks at once; the first looks after the engine. Verified."""
@@ -149,22 +141,21 @@ class EngineCase:
 
     def read(self) -> list[dict[str, Tensor]]:
         """By rank: the live parameters as the engine's processes have them, padding NaN."""
-        self._sequence += 1
         for shard in self._read:
             for tensor in shard.values():
                 tensor.fill_(float("nan"))
         messages = [reader.update_message() for reader in self._readers]
-        self.engine.begin_update(messages, LIMIT_S)
+        self.engine.begin_read(messages, LIMIT_S)
         self._run(self._readers, verify=False)
-        self.engine.end_update(self._version)
+        self.engine.end_read()
         return self._read
 
     def exported(self, state: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         """The same, cut out of an export."""
-        ranks = range(self._layout.world)
+        ranks = range(self.layout.world)
         out = [self._empty_shard(rank) for rank in ranks]
         for rank, shard in zip(ranks, out, strict=True):
-            for piece in rollout_pieces(self.shape, self._layout, rank):
+            for piece in rollout_pieces(self.shape, self.layout, rank):
                 view = shard[piece.param][slices(piece.local)]
                 view.copy_(state[piece.tensor][slices(piece.region)].reshape(view.shape))
         return out
@@ -192,7 +183,6 @@ class EngineCase:
         self.begin()
         self.run_movers()
         self.engine.end_update(version)
-        self._version = version
 
     def generate(self, requests: list[SampleRequest]) -> list[Completion]:
         return self.engine.generate(requests, lambda _: None, LIMIT_S)

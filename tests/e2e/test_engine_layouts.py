@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from rlhf.dist.layout import TrainLayout
 from rlhf.rollout.engine import Completion, EngineDied
 from rlhf.rollout.lifeline import open_pidfd, wait_gone
 from rlhf.rollout.zygote import Zygote
@@ -31,6 +32,8 @@ from tests.e2e.engine_case import (
     sampled,
     seeded_choice,
 )
+from tests.e2e.restore_case import LiveRestore
+from tests.helpers.round_trips import differing, snapshot
 from tests.helpers.tiny_models import FAMILIES, make_tiny
 
 TOLERANCE = 1e-5
@@ -169,6 +172,36 @@ def test_answers_equal_transformers_before_and_after_other_weights(
     reference.load_state_dict(before)
     engine.write(reference_state(reference), version=7)
     assert_as_transformers(engine, reference)
+
+
+def test_training_shards_come_back_from_a_live_engine(case: tuple[EngineCase, Any]) -> None:
+    """Bit by bit; the engine's parameters stay where they are, and it answers as before."""
+    engine, reference = case
+    state, world = reference_state(reference), engine.layout.world
+    train = {1: TrainLayout(1), 2: TrainLayout(2, tp=2), 4: TrainLayout(4, tp=2, pp=2)}[world]
+    requests = [greedy(prompt, key) for key, prompt in enumerate(PROMPTS)]
+    live = LiveRestore(engine, train, state)
+    live.write(version=9)
+    before, tables = engine.generate(requests), live.tables()
+    shards = [snapshot(params) for params in live.ranks.params]
+
+    def refuse() -> None:
+        with pytest.raises(RuntimeError, match="a read is open"):
+            engine.generate(requests)
+
+    for memory in live.ranks.release():
+        memory.take_back()
+    live.read(while_open=refuse)
+    for params, shard in zip(live.ranks.params, shards, strict=True):
+        assert differing(params, shard) == []
+    assert live.tables() == tables
+    after = engine.generate(requests)
+    assert [a.token_ids for a in after] == [a.token_ids for a in before]
+    gaps = torch.tensor([a.logprobs for a in after]) - torch.tensor([a.logprobs for a in before])
+    assert gaps.abs().max() <= TOLERANCE
+    assert {answer.version for answer in after} == {9}
+    engine.open(state)
+    engine.write(state, version=7)
 
 
 def test_seed_and_model_decide_a_sample_whatever_the_layout(case: tuple[EngineCase, Any]) -> None:

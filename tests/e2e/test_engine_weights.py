@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,6 +45,13 @@ def case(request: pytest.FixtureRequest, zygote: Zygote, folder: Path) -> Iterat
         yield engine
 
 
+def poll_until_it_raises(case: EngineCase) -> None:
+    """What a movement does while it waits for the receiver."""
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline:
+        case.engine.poll()
+
+
 def test_generate_is_refused_until_an_update_has_completed(
     case: EngineCase, state: dict[str, Tensor]
 ) -> None:
@@ -76,6 +84,19 @@ def test_sleep_forgets_everything_and_an_update_brings_everything_back(
         case.generate(REQUESTS)
     case.write(state, 4)
     assert case.generate(REQUESTS) == before
+
+
+def test_a_read_of_weights_that_are_not_valid_is_refused(
+    case: EngineCase, state: dict[str, Tensor]
+) -> None:
+    case.write(state, 4)
+    case.engine.sleep()
+    case.engine.wake()
+    message = {"op": "read", "sequence": 1, "limit_s": LIMIT_S}
+    case.engine.begin_read([message] * case.spec.num_ranks, LIMIT_S)
+    with pytest.raises(RuntimeError, match=r"read refused: .*since the engine slept"):
+        poll_until_it_raises(case)
+    case.write(state, 4)
 
 
 def test_abandoned_update_leaves_the_weights_invalid(

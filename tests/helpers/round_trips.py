@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -66,14 +66,16 @@ class RoundTrips:
         area_bytes: int = 4096,
         ranks_per_node: int = 2,
         limit_s: float = 10.0,
+        full: Mapping[str, Tensor] | None = None,
     ) -> None:
+        """``full``: tensors of the checkpoint, random ones if None."""
         self.topology = Topology.of(train.world, ranks_per_node)
         self.ranks = range(train.world)
         hub = LocalHub(train.world)
         plans = both_plans(
             shape, train, rollout, self.topology, itemsize=dtype.itemsize, area_bytes=area_bytes
         )
-        full = random_full(shape, dtype)
+        full = random_full(shape, dtype) if full is None else full
         self.held = [families.train_pieces(shape, train, r) for r in self.ranks]
         self.needed = [families.rollout_pieces(shape, rollout, r) for r in self.ranks]
         self.params = []
