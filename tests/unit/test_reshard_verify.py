@@ -221,6 +221,17 @@ def test_a_write_to_the_wrong_place_is_found():
     assert all(name in fault for fault in found)
 
 
+def test_what_a_parameter_does_not_keep_is_found():
+    """Read back from the live parameter: the window holds all that was sent."""
+    ranks = Ranks(*LAYOUTS[0])
+    name = "model.layers.1.mlp.down_proj.weight"
+    parameter = ranks.models[0].get_parameter(name)
+    parameter.data = parameter.data.to(torch.float16)
+    ((*found,),) = ranks.faults()
+    assert found
+    assert all(name in fault for fault in found)
+
+
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_a_weight_that_is_not_finite_is_named_with_its_owner(value, verify):
