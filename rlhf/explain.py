@@ -13,9 +13,11 @@ from rlhf.dist.layout import LayoutError, RolloutLayout, TrainLayout
 from rlhf.dist.layout_text import parse_rollout, parse_train
 from rlhf.reshard.rounds import MAX_PEERS
 from rlhf.weights.families import (
+    engine_block_faults,
     full_pieces,
     reshard_spread,
     rollout_faults,
+    train_block_faults,
     train_faults,
     train_pieces,
 )
@@ -119,9 +121,10 @@ def read_request(args: Namespace, command: str = "explain") -> Request:
     Raises:
         ValueError: as :func:`run`.
     """
+    unit = "gpus" if command == "plan" else "ranks"
     for name, value in (
-        ("--ranks", args.ranks),
-        ("--ranks-per-node", args.ranks_per_node),
+        (f"--{unit}", args.ranks),
+        (f"--{unit}-per-node", args.ranks_per_node),
         ("--window-mib", args.window_mib),
     ):
         if value is not None and value < 1:
@@ -132,20 +135,24 @@ def read_request(args: Namespace, command: str = "explain") -> Request:
             f"{args.config} says model and layouts; leave out {', '.join(given)}, "
             "or give --model without a configuration"
         )
-    return _from_config(args) if args.config is not None else _from_options(args, command)
+    return _from_config(args) if args.config is not None else _from_options(args, command, unit)
 
 
-def _from_options(args: Namespace, command: str) -> Request:
+def _from_options(args: Namespace, command: str, unit: str) -> Request:
     if args.model is None:
         raise ValueError(
-            f"rlhf {command} CONFIG, or rlhf {command} --model NAME --ranks N --train ... "
+            f"rlhf {command} CONFIG, or rlhf {command} --model NAME --{unit} N --train ... "
             f"--rollout ...; known names are {', '.join(known_models())}"
         )
-    missing = [f"--{name}" for name in MODEL_OPTIONS if getattr(args, name) is None]
+    missing = [
+        f"--{unit if name == 'ranks' else name}"
+        for name in MODEL_OPTIONS
+        if getattr(args, name) is None
+    ]
     if missing:
         raise ValueError(
             f"--model {args.model} needs {', '.join(missing)} too, as in "
-            "--ranks 128 --train tp=8,pp=4 --rollout tp=8"
+            f"--{unit} 128 --train tp=8,pp=4 --rollout tp=8"
         )
     shape = find_model(args.model)
     train, rollout = parse_train(args.train, args.ranks), parse_rollout(args.rollout, args.ranks)
@@ -189,7 +196,13 @@ def _checked(
     exchange: _Exchange,
 ) -> Request:
     train, rollout = layouts
+    if train.vpp > 1 and train.pp == 1:
+        raise LayoutError(
+            [f"train.vpp: {train.vpp} chunks need train.pp > 1, which is 1; set vpp to 1"]
+        )
     faults = [*train_faults(shape, train), *rollout_faults(shape, rollout)]
+    if not faults:  # else the cuts are those of no layout
+        faults += [*engine_block_faults(shape, rollout), *train_block_faults(shape, train, rollout)]
     if faults:
         raise LayoutError(faults)
     for stage in range(train.pp):

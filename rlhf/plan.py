@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from rlhf.planner.memory import Job
 
 GPU_GB, HOST_GB, OTHER_GB = 80.0, 2000.0, 8.0
+MOST_GB = 1e9
+"""More than any machine has: an exabyte."""
 MEMORY_OPTIONS = ("time_slice", "optimizer")
 
 
@@ -52,9 +54,9 @@ def run(args: Namespace) -> tuple[str, bool]:
     from rlhf.reshard.explain_text import rollout_words, train_words
 
     for key in ("gpu_mem_gb", "host_mem_gb", "other_gb"):
-        if not getattr(args, key) > 0:
+        if not 0 < (value := getattr(args, key)) < MOST_GB:
             words = key.replace("_", "-")
-            raise ValueError(f"--{words}: must be above 0 GB, is {getattr(args, key):g}")
+            raise ValueError(f"--{words}: must be above 0 and below {MOST_GB:g} GB, is {value:g}")
     request = read_request(args, "plan")
     machine = Machine(
         gpu_bytes=int(args.gpu_mem_gb * 1e9),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from rlhf.config.check import check_config, stage_faults, train_layout
@@ -14,10 +15,17 @@ from rlhf.config.schema import Config
 from rlhf.dist.device import has_gpu
 from rlhf.dist.layout import LayoutError, TrainLayout
 from rlhf.saved import check_same_models
+from rlhf.weights.config_keys import read_object
 from rlhf.weights.families import check_train, full_shapes
 from rlhf.weights.hf_checkpoint import check_index
 from rlhf.weights.model_shape import ModelShape, load_model_shape
 from rlhf.weights.value_model import load_value_model
+
+ENGINE_KEYS: Mapping[str, Mapping[str, str | int]] = {
+    "deepseek_v3": {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+}
+"""By family, what SGLang's class reads of a ``config.json`` without a default, and what we serve.
+transformers 5 leaves these out when it saves a model."""
 
 
 def check(config: Config, world: int, source: str) -> ModelShape:
@@ -32,6 +40,7 @@ def check(config: Config, world: int, source: str) -> ModelShape:
         raise ConfigError([f"{source}:model.path: {error}"]) from None
     check_config(config, shape, world, source)
     check_quantization(config, has_gpu(), source)
+    check_engine_keys(config.model.path, shape, source)
     check_index(config.model.path, full_shapes(shape))
     check_value_models(config, shape, train_layout(config.train, world), source)
     check_same_models(config, shape, source)
@@ -50,6 +59,25 @@ def check_quantization(config: Config, gpu: bool, source: str = "config") -> Non
             [
                 f"{source}:rollout.quantization: must be none on a machine without a GPU, is "
                 f"{chosen}: SGLang has its matrix products with block fp8 as GPU kernels only"
+            ]
+        )
+
+
+def check_engine_keys(folder: str, shape: ModelShape, source: str = "config") -> None:
+    """SGLang's class reads keys that a config.json may leave out for training.
+
+    Raises:
+        ConfigError: one is missing; says what to write.
+    """
+    raw = read_object(Path(folder) / "config.json")
+    needed = ENGINE_KEYS.get(shape.family, {})
+    missing = [key for key in needed if raw.get(key) is None]
+    if missing:
+        words = ", ".join(f'"{key}": {json.dumps(needed[key])}' for key in missing)
+        raise ConfigError(
+            [
+                f"{source}:model.path: {folder}/config.json: must have {', '.join(missing)}, which "
+                f"SGLang's class of {shape.family} reads; add {words}"
             ]
         )
 

@@ -60,7 +60,8 @@ class TrainLayout:
         if (self.ep > 1 or self.etp is not None) and self.world % expert:
             faults.append(
                 f"train: world={self.world} must be a multiple of etp*ep*pp={expert} "
-                f"(etp={self.expert_tp}{', which defaults to tp' if self.etp is None else ''})"
+                f"(etp={self.expert_tp}{', which defaults to tp' if self.etp is None else ''}); "
+                f"use {expert * (self.world // expert + 1)} ranks or a smaller etp, ep or pp"
             )
         if faults:
             raise LayoutError(faults)
@@ -130,7 +131,8 @@ class TrainLayout:
             raise LayoutError(
                 [
                     f"train: {num_layers} layers cannot be spread over pp={self.pp} stages with "
-                    f"first={self.first}, last={self.last}: that gives {out}"
+                    f"first={self.first}, last={self.last}: that gives {out}; each stage "
+                    "needs one layer at least: lower pp, or change first and last"
                 ]
             )
         return out
@@ -181,10 +183,12 @@ class RolloutLayout:
         faults = []
         if self.world % self.engine_size:
             faults.append(
-                f"rollout: world={self.world} must be a multiple of tp*pp={self.engine_size}"
+                f"rollout: world={self.world} must be a multiple of tp*pp={self.engine_size}; use "
+                f"{self.engine_size * (self.world // self.engine_size + 1)} ranks or a smaller tp "
+                "or pp"
             )
         faults += [
-            f"rollout.{name}={value} must divide rollout.tp={self.tp}"
+            f"rollout.{name}={value} must divide rollout.tp={self.tp}; set it to a divisor"
             for name, value in (("dp", self.dp), ("ep", self.ep))
             if self.tp % value
         ]

@@ -7,6 +7,7 @@ GB are 1e9 bytes. Four link classes: a rank's copy from itself (``self``), ranks
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import IntEnum
@@ -64,8 +65,9 @@ class Speeds:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if not value > 0:
-                raise ValueError(f"{name}: must be above 0 GB/s, is {value}")
+            if not 0 < value < math.inf:
+                option = name.replace("_", "-")
+                raise ValueError(f"--{option}: must be above 0 GB/s and finite, is {value}")
 
 
 @dataclass(frozen=True, slots=True)

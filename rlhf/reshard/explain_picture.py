@@ -38,10 +38,16 @@ def check_picture(path: Path) -> None:
         raise ValueError(f"--picture {path}: must end in one of {', '.join(sorted(kinds))}")
     if not path.parent.is_dir():
         raise ValueError(f"--picture {path}: there is no folder {path.parent}")
+    if path.is_dir():
+        raise ValueError(f"--picture {path}: is a folder; give the name of a file")
 
 
 def draw_moves(moves: Moves, nodes: Sequence[int], path: Path, title: str) -> None:
-    """Write the picture (PNG, or SVG by the name's end)."""
+    """Write the picture (PNG, or SVG by the name's end).
+
+    Raises:
+        ValueError: the file cannot be written.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -52,7 +58,10 @@ def draw_moves(moves: Moves, nodes: Sequence[int], path: Path, title: str) -> No
     links = links_of(moves, nodes)
     _draw_matrix(figure, left, moves, links, nodes)
     _draw_rounds(right, moves, links)
-    figure.savefig(path, dpi=130)
+    try:
+        figure.savefig(path, dpi=130)
+    except OSError as error:
+        raise ValueError(f"--picture {path}: cannot be written: {error}") from None
 
 
 def sent_matrix(

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from rlhf.weights.config_keys import count, mapping, number, read_object, strings, token_ids
+
 FamilyName = Literal["llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe"]
 MOE_FAMILIES = ("qwen3_moe", "deepseek_v3", "glm4_moe")
 
@@ -143,9 +145,10 @@ def read_model_config(path: Path) -> ModelShape:
     Raises:
         ValueError: as :func:`load_model_shape`; it begins with the path.
     """
+    raw = read_object(path)
     try:
-        return parse_model_shape(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:  # TypeError: null or a list in place of a number
+        return parse_model_shape(raw)
+    except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     except KeyError as error:
         raise ValueError(f"{path}: key {error} is missing") from None
@@ -158,9 +161,7 @@ def parse_model_shape(raw: Mapping[str, Any]) -> ModelShape:
         ValueError: unsupported architecture, or a feature that training or rollout lacks.
         KeyError: a size is missing.
     """
-    if not isinstance(raw, Mapping):
-        raise ValueError(f"must hold a JSON object, holds a {type(raw).__name__}")
-    names = list(raw.get("architectures") or [])
+    names = strings(raw, "architectures")
     family = next((ARCHITECTURES[n] for n in names if n in ARCHITECTURES), None)
     if family is None:
         raise ValueError(
@@ -168,51 +169,54 @@ def parse_model_shape(raw: Mapping[str, Any]) -> ModelShape:
             f"supported are {', '.join(ARCHITECTURES)}"
         )
     _refuse_what_is_not_trained(raw, family)
-    heads = int(raw["num_attention_heads"])
-    hidden = int(raw["hidden_size"])
+    heads = count(raw, "num_attention_heads")
+    hidden = count(raw, "hidden_size")
+    layers = count(raw, "num_hidden_layers")
     mla = _mla(raw) if family == "deepseek_v3" else None
     if mla is None:
-        kv_heads = int(raw.get("num_key_value_heads") or heads)
-        head_dim = int(raw.get("head_dim") or hidden // heads)
+        kv_heads = count(raw, "num_key_value_heads", heads)
+        _must_divide("num_key_value_heads", kv_heads, "num_attention_heads", heads)
+        head_dim = count(raw, "head_dim", 0)
+        if not head_dim:
+            _must_divide("num_attention_heads", heads, "hidden_size", hidden)
+            head_dim = hidden // heads
         rotary_dim = int(head_dim * _partial_rotary_factor(raw, family))
     else:
         kv_heads = heads
         head_dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
         rotary_dim = mla.qk_rope_head_dim
     theta, scaling = _rope(raw, family)
-    eos = raw.get("eos_token_id")
     return ModelShape(
         family=family,
-        num_layers=int(raw["num_hidden_layers"]),
+        num_layers=layers,
         hidden_size=hidden,
-        ffn_size=int(raw["intermediate_size"]),
+        ffn_size=count(raw, "intermediate_size"),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        vocab_size=int(raw["vocab_size"]),
-        max_position=int(raw["max_position_embeddings"]),
+        vocab_size=count(raw, "vocab_size"),
+        max_position=count(raw, "max_position_embeddings"),
         tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
         qkv_bias=family == "qwen2" or (family == "glm4_moe" and bool(raw.get("attention_bias"))),
         qk_norm=family in ("qwen3", "qwen3_moe") or bool(raw.get("use_qk_norm", False)),
-        norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        norm_eps=number(raw, "rms_norm_eps", 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
         rotary_dim=rotary_dim,
-        eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),),
+        eos_token_ids=token_ids(raw, "eos_token_id"),
         mla=mla,
-        moe=_moe(raw, family),
-        num_mtp_layers=int(raw.get("num_nextn_predict_layers") or 0),
+        moe=_checked(_moe(raw, family), layers),
+        num_mtp_layers=count(raw, "num_nextn_predict_layers", 0),
     )
 
 
 def _mla(raw: Mapping[str, Any]) -> MLAShape:
-    query_rank = raw.get("q_lora_rank")
     return MLAShape(
-        q_lora_rank=None if query_rank is None else int(query_rank),
-        kv_lora_rank=int(raw["kv_lora_rank"]),
-        qk_nope_head_dim=int(raw["qk_nope_head_dim"]),
-        qk_rope_head_dim=int(raw["qk_rope_head_dim"]),
-        v_head_dim=int(raw["v_head_dim"]),
+        q_lora_rank=count(raw, "q_lora_rank", 0) or None,
+        kv_lora_rank=count(raw, "kv_lora_rank"),
+        qk_nope_head_dim=count(raw, "qk_nope_head_dim"),
+        qk_rope_head_dim=count(raw, "qk_rope_head_dim"),
+        v_head_dim=count(raw, "v_head_dim"),
     )
 
 
@@ -222,9 +226,9 @@ def _moe(raw: Mapping[str, Any], family: FamilyName) -> MoEShape | None:
     if family == "qwen3_moe":
         return MoEShape(
             # transformers writes the second name since its version 5
-            num_experts=int(raw.get("num_experts") or raw["num_local_experts"]),
-            num_experts_per_token=int(raw["num_experts_per_tok"]),
-            ffn_size=int(raw["moe_intermediate_size"]),
+            num_experts=count(raw, "num_experts", 0) or count(raw, "num_local_experts"),
+            num_experts_per_token=count(raw, "num_experts_per_tok"),
+            ffn_size=count(raw, "moe_intermediate_size"),
             num_shared_experts=0,
             first_dense=0,
             scoring="softmax",
@@ -235,24 +239,49 @@ def _moe(raw: Mapping[str, Any], family: FamilyName) -> MoEShape | None:
             expert_bias=False,
         )
     return MoEShape(
-        num_experts=int(raw["n_routed_experts"]),
-        num_experts_per_token=int(raw["num_experts_per_tok"]),
-        ffn_size=int(raw["moe_intermediate_size"]),
-        num_shared_experts=int(raw.get("n_shared_experts") or 0),
-        first_dense=int(raw.get("first_k_dense_replace") or 0),
+        num_experts=count(raw, "n_routed_experts"),
+        num_experts_per_token=count(raw, "num_experts_per_tok"),
+        ffn_size=count(raw, "moe_intermediate_size"),
+        num_shared_experts=count(raw, "n_shared_experts", 0),
+        first_dense=count(raw, "first_k_dense_replace", 0),
         scoring="sigmoid",
         normalize_topk=bool(raw.get("norm_topk_prob", True)),
-        scaling_factor=float(raw.get("routed_scaling_factor", 1.0)),
-        num_groups=int(raw.get("n_group") or 1),
-        topk_groups=int(raw.get("topk_group") or 1),
+        scaling_factor=number(raw, "routed_scaling_factor", 1.0),
+        num_groups=count(raw, "n_group", 1),
+        topk_groups=count(raw, "topk_group", 1),
         expert_bias=True,
     )
 
 
+def _checked(moe: MoEShape | None, layers: int) -> MoEShape | None:
+    """Its numbers against each other, by the names that they have in most configs."""
+    if moe is None:
+        return None
+    for name, value, of, most in (
+        (
+            "num_experts_per_tok",
+            moe.num_experts_per_token,
+            "the number of experts",
+            moe.num_experts,
+        ),
+        ("topk_group", moe.topk_groups, "n_group", moe.num_groups),
+        ("first_k_dense_replace", moe.first_dense, "num_hidden_layers", layers),
+    ):
+        if value > most:
+            raise ValueError(f"{name}: must be at most {of}={most}, is {value}")
+    _must_divide("n_group", moe.num_groups, "the number of experts", moe.num_experts)
+    return moe
+
+
+def _must_divide(name: str, value: int, of: str, whole: int) -> None:
+    if whole % value:
+        raise ValueError(f"{name}: must divide {of}={whole}, is {value}")
+
+
 def _partial_rotary_factor(raw: Mapping[str, Any], family: FamilyName) -> float:
-    new = raw.get("rope_parameters") or {}
     usual = 0.5 if family == "glm4_moe" else 1.0
-    factor = float(new.get("partial_rotary_factor", raw.get("partial_rotary_factor", usual)))
+    old = number(raw, "partial_rotary_factor", usual)
+    factor = number(mapping(raw, "rope_parameters"), "partial_rotary_factor", old)
     if factor != 1 and family != "glm4_moe":
         raise ValueError(f"partial_rotary_factor={factor} is not supported for {family}; only 1 is")
     return factor
@@ -295,19 +324,18 @@ def _refuse_experts_that_are_not_trained(raw: Mapping[str, Any], family: FamilyN
 
 def _rope(raw: Mapping[str, Any], family: FamilyName) -> tuple[float, Llama3Rope | YarnRope | None]:
     """(theta, scaling) from ``rope_parameters`` (new) or ``rope_theta``/``rope_scaling`` (old)."""
-    new = raw.get("rope_parameters") or {}
-    old = raw.get("rope_scaling") or {}
-    theta = float(new.get("rope_theta", raw.get("rope_theta", 10000.0)))
+    new, old = mapping(raw, "rope_parameters"), mapping(raw, "rope_scaling")
+    theta = number(new, "rope_theta", number(raw, "rope_theta", 10000.0))
     settings = {**old, **new}
     kind = settings.get("rope_type", settings.get("type", "default"))
     if kind == "default":
         return theta, None
     if kind == "llama3" and family not in MOE_FAMILIES:
         return theta, Llama3Rope(
-            factor=float(settings["factor"]),
-            low_freq_factor=float(settings["low_freq_factor"]),
-            high_freq_factor=float(settings["high_freq_factor"]),
-            original_max_position_embeddings=int(settings["original_max_position_embeddings"]),
+            factor=number(settings, "factor"),
+            low_freq_factor=number(settings, "low_freq_factor"),
+            high_freq_factor=number(settings, "high_freq_factor"),
+            original_max_position_embeddings=count(settings, "original_max_position_embeddings"),
         )
     if kind == "yarn" and family == "deepseek_v3":
         return theta, _yarn(settings)
@@ -323,10 +351,10 @@ def _yarn(settings: Mapping[str, Any]) -> YarnRope:
         if settings.get(key, value) != value:
             raise ValueError(f"rope {key}={settings[key]!r} is not supported; leave it out")
     return YarnRope(
-        factor=float(settings["factor"]),
-        original_max_position_embeddings=int(settings["original_max_position_embeddings"]),
-        beta_fast=float(settings.get("beta_fast", 32)),
-        beta_slow=float(settings.get("beta_slow", 1)),
-        mscale=float(settings.get("mscale", 1)),
-        mscale_all_dim=float(settings.get("mscale_all_dim", 0)),
+        factor=number(settings, "factor"),
+        original_max_position_embeddings=count(settings, "original_max_position_embeddings"),
+        beta_fast=number(settings, "beta_fast", 32),
+        beta_slow=number(settings, "beta_slow", 1),
+        mscale=number(settings, "mscale", 1),
+        mscale_all_dim=number(settings, "mscale_all_dim", 0),
     )

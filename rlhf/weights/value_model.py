@@ -6,13 +6,13 @@ A Hugging Face folder of ``XForSequenceClassification`` with one label is such a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rlhf.dist.layout import TrainLayout
+from rlhf.weights.config_keys import read_object, strings
 from rlhf.weights.families import full_shapes, train_param_shapes, train_pieces
 from rlhf.weights.find_model import find_config, find_model
 from rlhf.weights.hf_checkpoint import check_index
@@ -60,8 +60,8 @@ def value_model_shape(model: str) -> ModelShape:
         ValueError: nothing of that name, or not a model that we run.
     """
     path = find_config(model)
-    raw = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    names = [str(name) for name in raw.get("architectures") or []]
+    raw = read_object(path) if path.is_file() else {}
+    names = _architectures(path, raw)
     has_head = any(name.endswith(CLASSIFIER) for name in names)
     shape = _body_shape(path, raw, names) if has_head else find_model(model)
     return replace(shape, tied_embeddings=False)
@@ -75,8 +75,8 @@ def load_value_model(folder: str | Path, *, needs_head: bool) -> ValueModel:
             the folder is no sequence classifier with one label.
     """
     path = Path(folder) / "config.json"
-    raw = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    names = [str(name) for name in raw.get("architectures") or []]
+    raw = read_object(path) if path.is_file() else {}
+    names = _architectures(path, raw)
     has_head = any(name.endswith(CLASSIFIER) for name in names)
     if needs_head and not has_head:
         raise ValueError(
@@ -88,6 +88,13 @@ def load_value_model(folder: str | Path, *, needs_head: bool) -> ValueModel:
     _check_one_label(model)
     check_index(folder, model.tensors())
     return model
+
+
+def _architectures(path: Path, raw: Mapping[str, Any]) -> list[str]:
+    try:
+        return strings(raw, "architectures")
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def _body_shape(path: Path, raw: Mapping[str, Any], names: list[str]) -> ModelShape:

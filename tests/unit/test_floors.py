@@ -17,7 +17,14 @@ MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 
 FLOORS = [
-    {"types", "dist.layout", "weights.piece", "weights.model_shape", "config.schema"},
+    {
+        "types",
+        "dist.layout",
+        "weights.piece",
+        "weights.config_keys",
+        "weights.model_shape",
+        "config.schema",
+    },
     {"config", "dist", "track", "platform", "weights", "packing"},
     {
         "config.check",

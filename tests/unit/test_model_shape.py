@@ -45,13 +45,16 @@ def test_a_missing_key_is_named_with_its_file(tmp_path, key):
 
 def test_a_file_that_is_not_json_is_named(tmp_path):
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"config\.json: "):
+    with pytest.raises(ValueError, match=r"config\.json: must hold a JSON object: "):
         load_model_shape(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("raw", "words"),
-    [([RAW], "must hold a JSON object, holds a list"), ({**RAW, "hidden_size": None}, "NoneType")],
+    [
+        ([RAW], "must hold a JSON object, holds a list"),
+        ({**RAW, "hidden_size": None}, "hidden_size: must be .* is null"),
+    ],
 )
 def test_a_file_that_holds_something_else_is_named(tmp_path, raw, words):
     (tmp_path / "config.json").write_text(json.dumps(raw))
@@ -218,3 +221,46 @@ def test_what_is_not_trained_is_refused_with_its_key(raw, change, words):
     with pytest.raises(ValueError) as caught:
         parse_model_shape({**raw, **change})
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("raw", "change", "words"),
+    [
+        (RAW, {"architectures": 5}, "architectures: must be a list of names, is 5"),
+        (RAW, {"architectures": "LlamaForCausalLM"}, "architectures: must be a list of names"),
+        (RAW, {"hidden_size": "20"}, 'hidden_size: must be a whole number of at least 1, is "20"'),
+        (RAW, {"hidden_size": True}, "hidden_size: must be a whole number"),
+        (RAW, {"num_hidden_layers": 2.5}, "num_hidden_layers: must be a whole number"),
+        (RAW, {"num_attention_heads": 0}, "num_attention_heads: must be a whole number"),
+        (RAW, {"num_attention_heads": float("inf")}, "at least 1, is Infinity"),
+        (RAW, {"num_key_value_heads": 3}, "must divide num_attention_heads=8, is 3"),
+        (RAW, {"head_dim": None}, "num_attention_heads: must divide hidden_size=20, is 8"),
+        (RAW, {"eos_token_id": ["x"]}, "eos_token_id: must be a token id or a list of them"),
+        (RAW, {"rope_parameters": "x"}, "rope_parameters: must be an object"),
+        (RAW, {"rope_scaling": [1]}, "rope_scaling: must be an object"),
+        (RAW, {"rope_theta": float("nan")}, "rope_theta: must be a finite number of at least 0"),
+        (DEEPSEEK, {"n_routed_experts": 0}, "n_routed_experts: must be a whole number"),
+        (DEEPSEEK, {"num_experts_per_tok": 257}, "at most the number of experts=256, is 257"),
+        (DEEPSEEK, {"first_k_dense_replace": 62}, "at most num_hidden_layers=61, is 62"),
+        (DEEPSEEK, {"n_group": 7}, "n_group: must divide the number of experts=256, is 7"),
+        (DEEPSEEK, {"topk_group": 9}, "topk_group: must be at most n_group=8, is 9"),
+        (DEEPSEEK, {"num_nextn_predict_layers": -1}, "must be a whole number of at least 0, is -1"),
+    ],
+)
+def test_values_that_no_model_can_have_are_refused_with_their_key(raw, change, words):
+    with pytest.raises(ValueError) as caught:
+        parse_model_shape({**raw, **change})
+    assert words in str(caught.value)
+
+
+JUNK = [None, "", "x", "7", True, -1, 0, 3, 10**12, 0.5, float("nan"), float("inf"), [], [[]], {}]
+
+
+@pytest.mark.parametrize("raw", [RAW, DEEPSEEK, GLM, QWEN_MOE], ids=lambda r: r["architectures"][0])
+def test_no_value_of_any_key_is_met_by_another_error(raw):
+    for key in [*raw, "rope_parameters", "eos_token_id"]:
+        for value in JUNK:
+            try:
+                parse_model_shape({**raw, key: value})
+            except (ValueError, KeyError) as error:  # as documented
+                assert str(error)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from rlhf.config.check import train_layout
@@ -9,8 +11,16 @@ from rlhf.config.faults import ConfigError
 from rlhf.config.load import load_text
 from rlhf.config.schema import Config
 from rlhf.dist.layout import TrainLayout
-from rlhf.preflight import check_loop, check_quantization, check_value_models, notes
-from rlhf.weights.model_shape import load_model_shape
+from rlhf.preflight import (
+    check_engine_keys,
+    check_loop,
+    check_quantization,
+    check_value_models,
+    notes,
+)
+from rlhf.weights.find_model import find_config
+from rlhf.weights.model_shape import load_model_shape, read_model_config
+from rlhf.weights.value_model import value_model_shape
 from tests.helpers.shapes import make_shape
 from tests.helpers.tiny_models import make_tiny, make_tiny_classifier
 from tests.unit.test_config_check import PPO, SMALL
@@ -113,3 +123,34 @@ def test_block_fp8_needs_a_gpu():
         check_quantization(fp8, False)
     check_quantization(fp8, True)
     check_quantization(load_text(Config, SMALL, "small.yaml", []), False)
+
+
+@pytest.mark.parametrize("key", ["moe_layer_freq", "topk_method", "scoring_func"])
+def test_keys_that_only_the_engine_reads_must_be_there(key, tmp_path):
+    file = find_config("moonlight-16b")
+    shape, raw = read_model_config(file), json.loads(file.read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    check_engine_keys(str(tmp_path), shape)
+    value = raw.pop(key)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert load_model_shape(tmp_path) == shape
+    with pytest.raises(ConfigError) as caught:
+        check_engine_keys(str(tmp_path), shape, "a.yaml")
+    (fault,) = caught.value.faults
+    assert fault.startswith(f"a.yaml:model.path: {tmp_path}/config.json: must have {key}")
+    assert fault.endswith(f'add "{key}": {json.dumps(value)}')
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[1]", "must hold a JSON object, holds a list"),
+        ("{", "must hold a JSON object"),
+        ('{"architectures": 5}', "architectures: must be a list of names, is 5"),
+    ],
+)
+def test_a_critic_whose_file_is_no_model_is_named(text, words, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=words) as caught:
+        value_model_shape(str(tmp_path))
+    assert str(tmp_path / "config.json") in str(caught.value)
