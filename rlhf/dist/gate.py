@@ -22,8 +22,8 @@ STOPPABLE = frozenset({Phase.SETUP, Phase.ROLLOUT, Phase.PACK, Phase.SCORE, Phas
 class PhaseGate:
     """Every phase of the loop is entered through one gate.
 
-    Seconds are summed per phase until :meth:`take_seconds`; the wait at the edge counts as ``wait``,
-    so that a slow peer shows as such, and what memory changes hands as ``switch``.
+    Seconds are summed per phase until :meth:`take_seconds`; the wait at the edge counts as
+    ``wait``, so that a slow peer shows as such, and what memory changes hands as ``switch``.
     """
 
     def __init__(self, group: PhaseGroup, stopper: Stopper) -> None:

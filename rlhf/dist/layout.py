@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-
 Quantization = Literal["none", "block_fp8"]
 """How an engine keeps its weights."""
 

@@ -66,9 +66,7 @@ def _pairs(side: str, text: str, keys: tuple[str, ...]) -> dict[str, str]:
     return out
 
 
-def _numbers(
-    pairs: dict[str, str], side: str, faults: list[str] | None = None
-) -> dict[str, int]:
+def _numbers(pairs: dict[str, str], side: str, faults: list[str] | None = None) -> dict[str, int]:
     out = {key: int(value) for key, value in pairs.items() if _is_count(value)}
     bad = [*(faults or []), *_bad_numbers(pairs, side)]
     if bad:

@@ -26,7 +26,7 @@ class Scratch:
     """A folder that lives as long as the process that made it."""
 
     def __init__(self, parent: Path | None = None) -> None:
-        """Remove what dead processes left in ``parent`` (empty: TMPDIR), make a new folder there."""
+        """Remove what dead processes left in ``parent`` (None: TMPDIR); make a folder there."""
         parent = parent or Path(tempfile.gettempdir())
         for old in parent.glob(f"{PREFIX}*"):
             _remove_if_dead(old)

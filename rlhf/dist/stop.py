@@ -113,11 +113,11 @@ class Stopper:
         self._cut_short.append(action)
 
     def look_after(self, death: Callable[[], BaseException | None]) -> None:
-        """``death`` is asked now and then, from the watcher's thread: None, or what has happened."""
+        """``death`` is asked now and then by the watcher's thread: None, or what has happened."""
         self._deaths.append(death)
 
     def reach(self, phase: Phase, step: int) -> None:
-        """This rank is at the edge of a phase: all can read it, and signals that came before count."""
+        """This rank is at the edge of a phase: all can read it; signals from before count."""
         self._note_signals(0.0)
         self.position.reach(phase, step)
         if self._board is not None:
@@ -280,7 +280,9 @@ class Stopper:
         here = self.position.beat(self._beat)
         cause = f"did not come within {limit_s:.0f} s ({setting}) to where others wait, {here}"
         if not missing:
-            self._end(self._failure(f"a meeting of all ranks took over {limit_s:.0f} s ({setting})"))
+            self._end(
+                self._failure(f"a meeting of all ranks took over {limit_s:.0f} s ({setting})")
+            )
         (rank, beat), *others = missing.items()
         if others:
             named = ", ".join(f"rank {r} ({b})" for r, b in others[: MAX_NAMED - 1])

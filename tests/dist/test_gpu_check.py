@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 from rlhf.bench import gpu_check
 
 

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf.dist.layout import TrainLayout
 from tests.dist.parity_case import Case
 from tests.dist.training_case import Training
 from tests.helpers.spawn import run_ranks

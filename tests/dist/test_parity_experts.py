@@ -98,7 +98,9 @@ TWO = {
         Case("pp2 vpp2", {"pp": 2, "vpp": 2}),
         Case("pp2 uneven", {"pp": 2, "first": 1}, micro=5),
         _with_losses("cp2", cp=2),
-        Case("cp2 ep2 global", {"cp": 2, "ep": 2, "moe": GLOBAL}, micro=1, against=WITH_GLOBAL.name),
+        Case(
+            "cp2 ep2 global", {"cp": 2, "ep": 2, "moe": GLOBAL}, micro=1, against=WITH_GLOBAL.name
+        ),
     ],
     "moonlight": [Case("tp2 ep2 etp1 sp", {**SP, "ep": 2, "etp": 1})],
     "glm4_moe": [Case("tp2 ep2 etp1 sp", {**SP, "ep": 2, "etp": 1})],
@@ -117,7 +119,9 @@ FOUR = {
         _with_losses("ep2 pp2", ep=2, pp=2),
         _with_losses("tp2 pp2", **SP, pp=2),
         _with_losses("tp2 ep4 etp1", **SP, ep=4, etp=1),
-        Case("tp2 ep2 etp2 allgather", {**SP, "ep": 2, "moe": {"dispatcher": "allgather"}}, micro=2),
+        Case(
+            "tp2 ep2 etp2 allgather", {**SP, "ep": 2, "moe": {"dispatcher": "allgather"}}, micro=2
+        ),
         Case("tp2 pp2 vpp2 ep2 etp1", {**SP, "pp": 2, "vpp": 2, "ep": 2, "etp": 1}),
         Case("pp4", {"pp": 4}),
         _with_losses("tp2 cp2 ep4 etp1", **SP, cp=2, ep=4, etp=1),

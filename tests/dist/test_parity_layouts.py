@@ -9,20 +9,15 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 
-from rlhf.dist.layout import TrainLayout
 from rlhf.weights.model_shape import load_model_shape
-from tests.dist.parity_case import TEMPERATURE, Case, Loss, run_cases, sequences
+from tests.dist.parity_case import Case, run_cases
 from tests.dist.parity_compare import (
     assert_equals_transformers,
-    TOLERANCE,
     assert_gradients_equal,
     assert_logprobs_equal,
     assert_losses_and_norms_equal,
-    whole_gradients,
 )
 from tests.helpers.spawn import run_ranks
 from tests.helpers.tiny_models import make_tiny

@@ -183,7 +183,9 @@ def outcomes(folders):
         **{("traced", key): Probe(folders[name], *at) for key, (name, *at) in LOADED.items()},
         **{("loaded", key): Coded(folders[name], *at) for key, (name, *at) in LOADED.items()},
         TIED_LLAMA: Probe(folders["llama tied"], RolloutLayout(2, pp=2), 1),
-        GLM_COPIES: Probe(folders["glm4_moe"], RolloutLayout(2, tp=2, ep=2, redundant_experts=8), 1),
+        GLM_COPIES: Probe(
+            folders["glm4_moe"], RolloutLayout(2, tp=2, ep=2, redundant_experts=8), 1
+        ),
         REFUSED: Probe(folders[REFUSED], RolloutLayout(4, tp=4), 3),
         KILLED: Killed(folders["llama"], RolloutLayout(4, tp=4, pp=1), 2),
         **{key: Probe(folders[name], *at) for key, (name, *at) in WIDE.items()},

@@ -1,4 +1,4 @@
-"""Critics and reward models with experts: every layout as one rank, and one rank as transformers."""
+"""Critics and reward models with experts: a layout as one rank, one rank as transformers."""
 
 from __future__ import annotations
 

@@ -48,9 +48,7 @@ def _run_case(rank, world, folder, case):
         source = load_value_model(folder, needs_head=True)
         section = ModelSection(path=str(folder), dtype=case.dtype)
         settings = TrainSection(**case.train)
-        model = build_model(
-            source.shape, layout, section, settings, trainable=True, head="values"
-        )
+        model = build_model(source.shape, layout, section, settings, trainable=True, head="values")
         pieces = source.pieces(layout, rank)
         load_pieces(folder, pieces, model.params)
         adam = OptimizerSection(lr=1e-3, clip_grad=CLIP)
