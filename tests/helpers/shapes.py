@@ -92,14 +92,15 @@ def make_experts(**changes: Any) -> MoEShape:
 def shapes(draw: st.DrawFn) -> ModelShape:
     family = draw(st.sampled_from(sorted(MODELS)))
     settings = dict(draw(st.sampled_from(VARIANTS.get(family, [{}]))))
+    num_layers = draw(st.integers(1, 7))
     if "first_k_dense_replace" in MODELS[family]:
-        settings["first_k_dense_replace"] = draw(st.integers(0, 8))
+        settings["first_k_dense_replace"] = draw(st.integers(0, num_layers))
     else:
         settings["tie_word_embeddings"] = family != "qwen3_moe" and draw(st.booleans())
     return make_shape(
         family,
         vocab_size=draw(st.sampled_from([5, 64, 131, 192])),
-        num_hidden_layers=draw(st.integers(1, 7)),
+        num_hidden_layers=num_layers,
         num_key_value_heads=draw(st.sampled_from([1, 2, 4, 8])),
         **settings,
     )

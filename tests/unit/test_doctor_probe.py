@@ -24,7 +24,7 @@ SHAPE = make_shape("glm4_moe")
 def test_likely_layouts_are_admitted_and_differ(name):
     shape = find_model(name)
     layouts = likely_layouts(shape)
-    assert len(set(layouts)) == len(layouts) >= 3
+    assert len(set(layouts)) == len(layouts) >= (1 if shape.num_heads % 2 else 3)
     assert layouts[0] == RolloutLayout(1)
     for layout in layouts:
         check_rollout(shape, layout)

@@ -177,5 +177,6 @@ def test_a_picture_that_cannot_be_written_is_refused(tmp_path):
 
 @pytest.mark.parametrize("name", ["nic_gbs", "nvlink_gbs"])
 def test_speeds_must_be_positive(name):
-    with pytest.raises(ValueError, match=f"{name}: must be above 0"):
+    flag = name.replace("_", "-")
+    with pytest.raises(ValueError, match=f"--{flag}: must be above 0"):
         Speeds(**{name: 0.0})
