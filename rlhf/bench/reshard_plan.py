@@ -76,7 +76,8 @@ RECIPES = (
     Recipe("deepseek-v3-671b", 512, "tp=8,pp=8,first=7,last=6,cp=4,ep=32,etp=1", "tp=32"),
     Recipe("qwen3-235b-a22b", 128, "tp=2,pp=8,first=11,last=11,cp=2,ep=16,etp=1", "tp=16"),
 )
-"""As published for slime, verl and NeMo-RL, where engine and shape are known to us. One is left
+"""As published for slime, verl and NeMo-RL, where the shape is known to us. Two of 512 ranks are
+completed by assumption: first=3, last=2 of the former, tp=32 engines of the latter. One is left
 out: it trains Qwen3-235B, of 4 KV heads, over tp=8."""
 BUILD_LIMITS_S = {128: 1.0, 1024: 5.0, 4096: 20.0}
 

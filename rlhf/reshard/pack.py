@@ -60,6 +60,13 @@ class Packer:
         refuse_not_finite(found)
 
 
+def holds(tensor: Tensor, box: Box) -> bool:
+    """Whether a rectangle lies inside a tensor."""
+    return tensor.dim() == len(box) and all(
+        stop <= size for (_, stop), size in zip(box, tensor.shape, strict=True)
+    )
+
+
 def slices_of(box: Box) -> tuple[slice, ...]:
     """The index of a rectangle."""
     return tuple(slice(start, stop) for start, stop in box)

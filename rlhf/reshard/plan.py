@@ -85,10 +85,10 @@ def plan(spread: Spread, topology: Topology, itemsize: int, area_bytes: int) -> 
     chooser = _Chooser(spread.world, topology.rails, int(RAIL_SLACK * moved / spread.world))
     for bundle in bundles:
         chooser.add_certain(bundle)
-    sendings: list[Sending | None] = [None] * len(bundles)
-    for i in sorted(range(len(bundles)), key=lambda i: -bundles[i].num_bytes):
-        sendings[i] = chooser.choose(bundles[i])
-    return ReshardPlan(spread, topology, itemsize, area_bytes, tuple(s for s in sendings if s))
+    largest_first = sorted(range(len(bundles)), key=lambda i: -bundles[i].num_bytes)
+    chosen = {i: chooser.choose(bundles[i]) for i in largest_first}
+    sendings = tuple(chosen[i] for i in range(len(bundles)))
+    return ReshardPlan(spread, topology, itemsize, area_bytes, sendings)
 
 
 class _Chooser:

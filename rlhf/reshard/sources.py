@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from rlhf.reshard.pack import Packer, part_view, slices_of
+from rlhf.reshard.pack import Packer, holds, part_view, slices_of
 from rlhf.reshard.polling import Poll
 from rlhf.reshard.schedule import Placed, RankPlan, Transfer
 from rlhf.reshard.windows import Window
@@ -220,10 +220,7 @@ def _check_source(transfer: Transfer, params: Mapping[str, Tensor]) -> None:
     param = params.get(transfer.source_param)
     if param is None:
         raise RuntimeError(f"there is no parameter {transfer.source_param}; planned was {transfer}")
-    fits = param.dim() == len(transfer.source_box) and all(
-        stop <= size for (_, stop), size in zip(transfer.source_box, param.shape, strict=True)
-    )
-    if not fits:
+    if not holds(param, transfer.source_box):
         raise RuntimeError(
             f"rank {transfer.source}: {transfer.source_param} has shape {tuple(param.shape)}, too "
             f"small for {transfer}"

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rlhf.reshard.pack import part_view, slices_of
+from rlhf.reshard.pack import holds, part_view, slices_of
 from rlhf.reshard.polling import Poll
 from rlhf.reshard.schedule import Placed, RankPlan
 from rlhf.reshard.windows import Window
@@ -175,10 +175,7 @@ def _check_destination(placed: Placed, tensors: Mapping[str, Tensor]) -> None:
     tensor = tensors.get(transfer.param)
     if tensor is None:
         raise RuntimeError(f"there is no tensor {transfer.param} to write, planned for {transfer}")
-    fits = tensor.dim() == len(transfer.box) and all(
-        stop <= size for (_, stop), size in zip(transfer.box, tensor.shape, strict=True)
-    )
-    if not fits:
+    if not holds(tensor, transfer.box):
         raise RuntimeError(
             f"{transfer.param} has shape {tuple(tensor.shape)}, too small for {transfer}"
         )
