@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rlhf.dist.layout import LayoutError
-from rlhf.planner.memory import Job, Ledger, Machine, Region, Span, ledger
+from rlhf.memory.table import Region, Span
+from rlhf.planner.memory import Job, Ledger, Machine, ledger
 from rlhf.weights.families import rollout_faults
 
 GIGA = 1e9

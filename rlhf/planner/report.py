@@ -6,8 +6,9 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from rlhf.memory.table import Region, Span
 from rlhf.planner.fit import GIGA, Change, Misfit
-from rlhf.planner.memory import Job, Ledger, Machine, Region, Span
+from rlhf.planner.memory import Job, Ledger, Machine
 from rlhf.planner.train_memory import DiskBytes
 
 WIDTH = 88

@@ -33,6 +33,7 @@ FLOORS = [
         "envs",
         "data",
         "batching",
+        "memory.table",
         "saved",
         "reshard.balance",
         "reshard.bounds",

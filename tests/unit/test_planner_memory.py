@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from rlhf.config.schema import MemorySection, ModelSection, RolloutSection, TrainSection
 from rlhf.dist.layout import RolloutLayout, TrainLayout
 from rlhf.dist.layout_text import parse_rollout, parse_train
+from rlhf.memory.table import ALWAYS, NEEDED, Region, Span, residency
 from rlhf.planner.buffers import TrainParam, lay_out
 from rlhf.planner.engine_memory import derived_bytes, engine_weight_bytes, kv_token_bytes
 from rlhf.planner.fit import misfits, smallest_change
-from rlhf.planner.memory import ALWAYS, NEEDED, Job, Machine, Region, Span, ledger, residency
+from rlhf.planner.memory import Job, Machine, ledger
 from rlhf.planner.train_memory import EXPERT_PARAM, ModelUse, disk_bytes, train_bytes
 from rlhf.rollout.residency import ASLEEP, AWAKE
 from rlhf.types import Phase
