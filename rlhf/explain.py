@@ -76,13 +76,13 @@ def run(args: Namespace) -> str:
     Raises:
         ValueError: the arguments contradict each other, or name what cannot be.
     """
-    from rlhf.reshard.explain import Speeds, Weights, explain
+    from rlhf.reshard.explain import LinkSpeeds, Weights, explain
     from rlhf.reshard.explain_picture import check_picture, draw_moves
     from rlhf.reshard.explain_plan import plan_moves
     from rlhf.reshard.explain_text import explanation_text, rollout_words, train_words
     from rlhf.reshard.topology import Topology
 
-    speeds = Speeds(args.nic_gbs, args.nvlink_gbs)
+    speeds = LinkSpeeds(args.nic_gbs, args.nvlink_gbs)
     if args.picture is not None:
         check_picture(args.picture)
     request = read_request(args)

@@ -19,7 +19,7 @@ from rlhf.bench.result import Gate, finish
 from rlhf.dist.layout import RolloutLayout, TrainLayout
 from rlhf.dist.layout_text import parse_rollout, parse_train
 from rlhf.explain import WINDOW_MIB, model_bytes, train_bytes_mean
-from rlhf.reshard.explain import Speeds, Weights, explain
+from rlhf.reshard.explain import LinkSpeeds, Weights, explain
 from rlhf.reshard.explain_plan import moves_of
 from rlhf.reshard.plan import ReshardPlan, plan
 from rlhf.reshard.rounds import Rows, assign_rounds
@@ -31,7 +31,7 @@ from rlhf.weights.find_model import find_model
 ITEMSIZE = 2
 RANKS_PER_NODE = 8
 WINDOW_BYTES = WINDOW_MIB << 20
-SPEEDS = Speeds(nic_gbs=45.0, nvlink_gbs=400.0)
+SPEEDS = LinkSpeeds(nic_gbs=45.0, nvlink_gbs=400.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,7 @@ class Weights:
 
 
 @dataclass(frozen=True, slots=True)
-class Speeds:
+class LinkSpeeds:
     """Of one rank, each way, in GB/s; a link carries both directions at once."""
 
     nic_gbs: float = 45.0
@@ -106,7 +106,9 @@ class Explanation:
         return asdict(self)
 
 
-def explain(moves: Moves, nodes: Sequence[int], weights: Weights, speeds: Speeds) -> Explanation:
+def explain(
+    moves: Moves, nodes: Sequence[int], weights: Weights, speeds: LinkSpeeds
+) -> Explanation:
     """Add up ``moves``.
 
     Args:
@@ -170,7 +172,7 @@ def links_of(moves: Moves, nodes: Sequence[int]) -> NDArray[np.int64]:
     )
 
 
-def link_seconds(moves: Moves, links: NDArray[np.int64], speeds: Speeds) -> NDArray[np.float64]:
+def link_seconds(moves: Moves, links: NDArray[np.int64], speeds: LinkSpeeds) -> NDArray[np.float64]:
     """[4, rounds, world] seconds that a rank's NIC out, NIC in, NVLink out, NVLink in are busy."""
     out = []
     for inside, speed in ((False, speeds.nic_gbs), (True, speeds.nvlink_gbs)):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf.dist.layout import RolloutLayout, TrainLayout
-from rlhf.reshard.explain import MESSAGE_S, Link, Moves, Speeds, Weights, explain, links_of
+from rlhf.reshard.explain import MESSAGE_S, Link, LinkSpeeds, Moves, Weights, explain, links_of
 from rlhf.reshard.explain_picture import check_picture, draw_moves, sent_matrix
 from rlhf.reshard.explain_plan import plan_moves
 from rlhf.reshard.explain_text import explanation_text, rollout_words, train_words
@@ -19,7 +19,7 @@ from rlhf.weights.families import reshard_spread
 from tests.helpers.reshard_oracle import count_costs
 from tests.helpers.shapes import rollout_layouts, shapes, train_layouts
 
-SPEEDS = Speeds(nic_gbs=1.0, nvlink_gbs=10.0)
+SPEEDS = LinkSpeeds(nic_gbs=1.0, nvlink_gbs=10.0)
 NODES = (0, 0, 1, 1)
 G = 10**9
 
@@ -179,4 +179,4 @@ def test_a_picture_that_cannot_be_written_is_refused(tmp_path):
 def test_speeds_must_be_positive(name):
     flag = name.replace("_", "-")
     with pytest.raises(ValueError, match=f"--{flag}: must be above 0"):
-        Speeds(**{name: 0.0})
+        LinkSpeeds(**{name: 0.0})
