@@ -134,7 +134,7 @@ class _Engine:
             mine,
             self.params,
             LocalHub(1).transport(0),  # nothing leaves the rank
-            Window(mine.incoming_area_bytes, device),
+            Window(mine.incoming_area_bytes, device, mine.num_arriving),
             dtype=dtype,
             limit_s=LIMIT_S,
             padding_params=rollout_padding_params(shape, layout, 0),
@@ -154,8 +154,10 @@ class _Engine:
             self.mover.window.close()
 
     def update(self, version: int) -> None:
-        self.host.begin_update([self.mover.update_message()], LIMIT_S)
-        self.mover.run(self.host.poll)
+        """Every parameter is read back and its checksum compared."""
+        self.host.begin_update([self.mover.update_message(verify=True)], LIMIT_S)
+        stats = self.mover.run(self.host.poll, verify=True)
+        require(not stats.faults, f"the engine does not hold what was sent: {stats.faults}")
         self.host.end_update(version)
 
     def generate(self) -> list[Completion]:
