@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from megatron.core.optimizer import OptimizerConfig, clip_grads, get_megatron_optimizer
 
 from rlhf.config.schema import OptimizerSection
@@ -70,6 +71,41 @@ class Optimizer:
         for chunk in self._model.chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
+
+    @property
+    def has_masters(self) -> bool:
+        """The weights can be made again from here: float32 masters of them exist.
+
+        A float32 model has none: its weights are what Adam updates.
+        """
+        return self._model.config.params_dtype != torch.float32
+
+    def write_params(self) -> None:
+        """The weights again, from their float32 masters; what they held before does not matter.
+
+        Bit-equal to the weights after the last update or load. Expert biases and frozen weights
+        (``train.moe.freeze_router``) are in no optimizer and stay as they are. Gradients are not
+        touched, and may be released.
+
+        Collective over the data and context parallel ranks that share shards: each writes its own,
+        then they gather.
+
+        Raises:
+            RuntimeError: the model is float32 and has no masters.
+        """
+        if not self.has_masters:
+            raise RuntimeError(
+                "weights can be written from masters only if they are not the masters themselves: "
+                "the model is float32; keep its weights, or set model.dtype to bfloat16"
+            )
+        for chunk in self._model.chunks:
+            for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+                if group.param_gather_handle is not None:  # still writes what is to be replaced
+                    group.start_param_sync(force_sync=True)
+        for part in self.inner.chained_optimizers:
+            part._copy_main_params_to_model_params()
+        for chunk in self._model.chunks:
+            chunk.start_param_sync(force_sync=True)
 
 
 def build_optimizer(model: TrainModel, cfg: OptimizerSection, total_updates: int) -> Optimizer:
