@@ -1,8 +1,9 @@
-"""``rlhf train | eval | convert | plan | explain | doctor``: thin; the work is done elsewhere."""
+"""``rlhf train | eval | convert | plan | explain | report | doctor``: thin."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,6 +40,10 @@ def _parser() -> argparse.ArgumentParser:
     explain = commands.add_parser("explain", help="what moving the weights to the engines costs")
     add_explain_arguments(explain)
     explain.set_defaults(run=_explain)
+    report = commands.add_parser("report", help="where the time of a run went, and what it gave")
+    report.add_argument("folder", type=Path, metavar="RUN", help="folder of a run")
+    report.add_argument("--json", action="store_true")
+    report.set_defaults(run=_report)
     doctor = commands.add_parser("doctor", help="what is installed, what is missing, what it costs")
     doctor.add_argument("--json", action="store_true")
     doctor.add_argument(
@@ -123,6 +128,18 @@ def _explain(args: argparse.Namespace) -> int:
     from rlhf.explain import run
 
     print(run(args))
+    return 0
+
+
+def _report(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from rlhf.track import report
+
+    if args.json:
+        print(json.dumps(report.as_dict(args.folder), indent=1))
+    else:
+        report.show(args.folder, Console())
     return 0
 
 

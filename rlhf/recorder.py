@@ -13,6 +13,7 @@ from rich.console import Console
 from rlhf.algorithms.algorithm import update_metrics
 from rlhf.algorithms.gap import NUM_BINS, gap_metrics, gap_sums
 from rlhf.algorithms.values import NUM_VALUE_SUMS, critic_metrics, value_metrics, value_sums
+from rlhf.dist.clock import Account, Cause
 from rlhf.dist.replicas import Replicas
 from rlhf.evaluate import SOLVED, Accuracy
 from rlhf.ground import Ground
@@ -21,6 +22,7 @@ from rlhf.reshard.execute import MoveStats
 from rlhf.rollout.collect import sum_of
 from rlhf.rollout.score_probe import ProbeGap
 from rlhf.track import report
+from rlhf.track.accounts import Accounts
 from rlhf.track.metrics import Max, Mean, Metric, Sum, merge, values
 from rlhf.track.tracker import Tracker
 from rlhf.types import Batch, Phase, Rollout, Status, TrajectoryFacts
@@ -60,6 +62,7 @@ class Recorder:
         """Drop what an interrupted run wrote beyond its checkpoint; start the clock."""
         self._tracker.start(first_step)
         self._ground.gate.take_seconds()
+        self._ground.gate.clock.take()
         self._began = time.perf_counter()
 
     def add_update(self, stats: TrainStats) -> None:
@@ -133,21 +136,32 @@ class Recorder:
             {f"memory_gib/{k}": Max(v) for k, v in self._ground.gate.take_memory().items()},
             *self._reshards,
         ]
-        parts = self._ground.group.gather(merge(parts))
+        clock = self._ground.gate.clock
+        account = clock.take()
+        with clock.spend(Cause.PEERS):
+            told = self._ground.group.gather((merge(parts), account))
+        parts = [part for part, _ in told]
+        accounts = all_accounts([account for _, account in told])
         facts = rollout_metrics(rollout.facts)
         of_batch = {**gap_metrics(self._gap(batch)), **value_metrics(self._values(batch))}
         experts = expert_metrics(rollout.expert_loads, sum_of(self._trained_loads))
         shared = merge([facts, experts, *self._updates, of_batch])
         self._updates, self._trained_loads, self._reshards = [], [], []
         metrics = values(merge([*parts, shared]))
-        metrics |= rates(rollout.facts, metrics)
+        metrics |= rates(rollout.facts, metrics) | accounts.shares()
         self._tracker.log(step, metrics)
+        self._tracker.account(step, accounts)
         every = self._ground.plan.config.track.samples_every
         if every and step % every == 0:
             self._tracker.samples(f"step-{step:06d}", rollout.samples)
 
-    def finish(self) -> None:
-        """Close the sinks; on the first rank draw the curves and print the tables."""
+    def finish(self, steps_done: int) -> None:
+        """Close the sinks; on the first rank draw the curves and print the tables.
+
+        Collective over all ranks: what they did after the last step is accounted for too.
+        """
+        told = self._ground.group.gather(self._ground.gate.clock.take())
+        self._tracker.account(steps_done, all_accounts(told), is_last=True)
         self._tracker.close()
         if self._ground.plan.world.is_first:
             config = self._ground.plan.config
@@ -202,6 +216,18 @@ def rollout_metrics(facts: Sequence[TrajectoryFacts]) -> dict[str, Metric]:
             one[f"reward/domain/{f.domain}"] = Mean(f.score.value)
         parts.append(one)
     return merge(parts)
+
+
+def all_accounts(by_rank: Sequence[Account]) -> Accounts:
+    """Of the ranks in order; causes that no rank had are left out."""
+    return Accounts(
+        wall_s=tuple(account.wall_s for account in by_rank),
+        causes={
+            str(cause): tuple(account.seconds.get(cause, 0.0) for account in by_rank)
+            for cause in Cause
+            if any(account.seconds.get(cause) for account in by_rank)
+        },
+    )
 
 
 def expert_metrics(rollout: np.ndarray | None, trained: np.ndarray | None) -> dict[str, Metric]:

@@ -7,7 +7,7 @@ from functools import partial
 from rlhf.algorithms.algorithm import Algorithm
 from rlhf.algorithms.values import critic_loss
 from rlhf.dist.replicas import Replicas
-from rlhf.ground import Ground, Plan
+from rlhf.ground import Ground
 from rlhf.mcore.model import TrainModel, build_model
 from rlhf.mcore.optimizer import build_optimizer
 from rlhf.mcore.value_head import draw_head
@@ -27,7 +27,7 @@ def build_actor(ground: Ground, algorithm: Algorithm, recorder: Recorder) -> Act
     """The policy; it rests while the critic warms up. Collective over all ranks."""
     config = ground.plan.config
     rests = config.critic.warmup_steps if config.critic else 0
-    model = _language_model(ground.plan, trainable=True)
+    model = _language_model(ground, trainable=True)
     total = (config.num_steps - rests) * config.batch.updates_per_step
     actor = Actor(
         model=model,
@@ -47,7 +47,7 @@ def build_reference(ground: Ground, algorithm: Algorithm) -> Reference | NullRef
     if not algorithm.needs_reference:
         return NullReference()
     return Reference(
-        model=_language_model(ground.plan, trainable=False),
+        model=_language_model(ground, trainable=False),
         temperature=ground.plan.config.rollout.sampling.temperature,
         gate=ground.gate,
     )
@@ -60,7 +60,7 @@ def build_critic(ground: Ground, recorder: Recorder) -> Critic | NullCritic:
     if section is None:
         return NullCritic()
     model = _value_model(
-        ground.plan,
+        ground,
         section.path or config.model.path,
         trainable=True,
         needs_head=False,
@@ -85,7 +85,7 @@ def build_reward_model(ground: Ground, batcher: Batcher) -> RewardModel | NullRe
     if section is None:
         return NullRewardModel()
     return RewardModel(
-        model=_value_model(ground.plan, section.path, trainable=False, needs_head=True),
+        model=_value_model(ground, section.path, trainable=False, needs_head=True),
         weight=section.weight,
         pack=batcher.pack_all,
         gather=ground.group.gather,
@@ -104,22 +104,24 @@ def _lend_gradient_memory(ground: Ground, model: TrainModel) -> None:
     ground.gate.on_enter(enter)
 
 
-def _language_model(plan: Plan, *, trainable: bool) -> TrainModel:
-    config = plan.config
+def _language_model(ground: Ground, *, trainable: bool) -> TrainModel:
+    plan, config = ground.plan, ground.plan.config
     model = build_model(plan.shape, plan.train, config.model, config.train, trainable=trainable)
+    ground.gate.on_leave(model.stage_waits.take_s)
     pieces = train_pieces(plan.shape, plan.train, plan.world.rank)
     load_pieces(config.model.path, pieces, model.params)
     return model
 
 
 def _value_model(
-    plan: Plan, folder: str, *, trainable: bool, needs_head: bool, head_std: float = 0.0
+    ground: Ground, folder: str, *, trainable: bool, needs_head: bool, head_std: float = 0.0
 ) -> TrainModel:
-    config = plan.config
+    plan, config = ground.plan, ground.plan.config
     source = load_value_model(folder, needs_head=needs_head)
     model = build_model(
         source.shape, plan.train, config.model, config.train, trainable=trainable, head="values"
     )
+    ground.gate.on_leave(model.stage_waits.take_s)
     load_pieces(folder, source.pieces(plan.train, plan.world.rank), model.params)
     if not source.has_head:
         draw_head(model.params, head_std, config.seed)

@@ -59,7 +59,7 @@ class Run:
             with self.ground.gate.phase(Phase.SAVE, steps_done, "export"):
                 self.exporter.write(folder, self.config.model.path, lambda: None)
             self.recorder.log_phase(steps_done, f"{Phase.SAVE}_export")
-        self.recorder.finish()
+        self.recorder.finish(steps_done)
 
     def save_asked(self, why: StopRequested) -> None:
         """The run was asked to stop: save, say so, close. Collective over all ranks."""

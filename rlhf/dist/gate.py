@@ -11,12 +11,15 @@ from pathlib import Path
 
 import torch
 
+from rlhf.dist.clock import Cause, Clock, cause_of
 from rlhf.dist.groups import PhaseGroup
 from rlhf.dist.stop import Stopper, StopRequested, consensus
 from rlhf.types import Phase
 
 STOPPABLE = frozenset({Phase.SETUP, Phase.ROLLOUT, Phase.PACK, Phase.SCORE, Phase.EVAL})
 """Phases before which a run may stop: its weights then are those of a whole number of steps."""
+PASSES = frozenset({Phase.SCORE, Phase.UPDATE})
+"""Phases that consist of passes of a model."""
 
 
 class PhaseGate:
@@ -24,6 +27,7 @@ class PhaseGate:
 
     Seconds are summed per phase until :meth:`take_seconds`; the wait at the edge counts as
     ``wait``, so that a slow peer shows as such, and what memory changes hands as ``switch``.
+    ``clock`` knows the cause of every second, inside phases and between them.
     """
 
     def __init__(self, group: PhaseGroup, stopper: Stopper) -> None:
@@ -32,10 +36,18 @@ class PhaseGate:
         self._seconds: dict[str, float] = {}
         self._memory: dict[str, float] = {}
         self._on_enter: list[Callable[[Phase], None]] = []
+        self._waits: list[Callable[[], float]] = []
+        self.clock = Clock()
 
     def on_enter(self, switch: Callable[[Phase], None]) -> None:
         """Call ``switch`` at every edge, when all ranks have agreed to go on."""
         self._on_enter.append(switch)
+
+    def on_leave(self, pipeline_wait_s: Callable[[], float]) -> None:
+        """Ask at the end of every phase for the seconds, since the last such question, in which
+        passes of a model waited for other stages; they are taken from those of the pass.
+        """
+        self._waits.append(pipeline_wait_s)
 
     @contextmanager
     def phase(self, phase: Phase, step: int, role: str = "") -> Iterator[None]:
@@ -45,27 +57,25 @@ class PhaseGate:
             StopRequested: on every rank alike, when any rank was signalled and the phase is
                 one of STOPPABLE.
         """
-        began = time.perf_counter()
-        self._stopper.reach(phase, step)
-        asked = consensus(self._group.max([self._stopper.signal]))
-        self._stopper.position.enter()
-        if asked and phase in STOPPABLE:
-            raise StopRequested(
-                f"{signal.Signals(asked).name} at the edge of phase {phase}, step {step}"
-            )
-        self._add("wait", began)
-        began = time.perf_counter()
-        for switch in self._on_enter:
-            switch(phase)
-        self._add("switch", began)
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            finish_device_work()
-            name = f"{phase}_{role}" if role else str(phase)
-            self._add(name, began)
-            self._memory[name] = max(self._memory.get(name, 0.0), used_memory_gib())
+        with self.clock.spend(Cause.PEERS), self._timed("wait"):
+            self._stopper.reach(phase, step)
+            asked = consensus(self._group.max([self._stopper.signal]))
+            self._stopper.position.enter()
+            if asked and phase in STOPPABLE:
+                raise StopRequested(
+                    f"{signal.Signals(asked).name} at the edge of phase {phase}, step {step}"
+                )
+        with self.clock.spend(Cause.SWITCH), self._timed("switch"):
+            for switch in self._on_enter:
+                switch(phase)
+        name = f"{phase}_{role}" if role else str(phase)
+        with self.clock.spend(cause_of(phase)), self._timed(name):
+            try:
+                yield
+            finally:
+                finish_device_work()
+        self._take_waits(phase)
+        self._memory[name] = max(self._memory.get(name, 0.0), used_memory_gib())
 
     def take_seconds(self) -> dict[str, float]:
         """Seconds per phase since the last call."""
@@ -77,8 +87,18 @@ class PhaseGate:
         taken, self._memory = self._memory, {}
         return taken
 
-    def _add(self, name: str, began: float) -> None:
-        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - began
+    def _take_waits(self, phase: Phase) -> None:
+        waited_s = sum(ask() for ask in self._waits)
+        if phase in PASSES:
+            self.clock.move(cause_of(phase), Cause.PIPELINE, waited_s)
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - began
 
 
 def finish_device_work() -> None:

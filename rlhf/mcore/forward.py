@@ -18,6 +18,7 @@ from rlhf.mcore.model import TrainModel
 from rlhf.mcore.optimizer import Optimizer
 from rlhf.mcore.parallel import Groups, current_groups
 from rlhf.mcore.spec import choose_kernels
+from rlhf.mcore.stage_waits import StageWaits
 from rlhf.mcore.stream import Stream, fold, keep_whole
 from rlhf.types import MicroBatch
 
@@ -115,7 +116,7 @@ def train(
         grad_norm=step.grad_norm,
         ok=step.ok,
         lr=step.lr,
-        sums=_add_up(sums, groups),
+        sums=_add_up(sums, groups, model.stage_waits),
         expert_loads=loads,
     )
 
@@ -149,7 +150,8 @@ def _score(
             out[start + batch.places] = output["first"]
         start += len(m.tokens)
     if groups.pp.size() > 1:
-        torch.distributed.broadcast(out, groups.last_stage, group=groups.pp)
+        with model.stage_waits.waiting():
+            torch.distributed.broadcast(out, groups.last_stage, group=groups.pp)
     return out
 
 
@@ -252,7 +254,9 @@ def _check_counts(num_micro: int, groups: Groups, model: TrainModel) -> None:
     )
 
 
-def _add_up(per_micro: list[dict[str, Tensor]], groups: Groups) -> dict[str, float]:
+def _add_up(
+    per_micro: list[dict[str, Tensor]], groups: Groups, waits: StageWaits
+) -> dict[str, float]:
     """Sums over micro-batches and dp, from the last stage to all ranks."""
     total: list[Any] = [None]
     if groups.is_last_stage:
@@ -264,6 +268,7 @@ def _add_up(per_micro: list[dict[str, Tensor]], groups: Groups) -> dict[str, flo
         torch.distributed.all_reduce(values, group=groups.dp)
         total = [dict(zip(names, values.tolist(), strict=True))]
     if groups.pp.size() > 1:
-        torch.distributed.broadcast_object_list(total, groups.last_stage, group=groups.pp)
+        with waits.waiting():
+            torch.distributed.broadcast_object_list(total, groups.last_stage, group=groups.pp)
     result: dict[str, float] = total[0]
     return result

@@ -24,6 +24,7 @@ from rlhf.mcore.context import join_outputs
 from rlhf.mcore.moe import routers
 from rlhf.mcore.rope import frequencies
 from rlhf.mcore.spec import decoder_spec
+from rlhf.mcore.stage_waits import StageWaits
 from rlhf.mcore.stream import Stream
 from rlhf.mcore.value_head import ValueHead
 from rlhf.mcore.vocabulary import LogprobHead, TokenEmbedding
@@ -137,6 +138,8 @@ class TrainModel:
     params: Mapping[str, Tensor]
     """This rank's parameters and expert biases (float32, without gradient) by name; with several
     virtual chunks the chunk's number in front."""
+    stage_waits: StageWaits
+    """Of the passes of this model."""
 
     @property
     def device(self) -> torch.device:
@@ -185,6 +188,7 @@ def build_model(
     else:
         for decoder in decoders:
             decoder.requires_grad_(False)
+    config.timers = stage_waits = StageWaits(layout.pp)
     return TrainModel(
         shape=shape,
         train=train,
@@ -197,6 +201,7 @@ def build_model(
             for i, decoder in enumerate(decoders)
             for name, tensor in _held_tensors(decoder)
         },
+        stage_waits=stage_waits,
     )
 
 

@@ -59,8 +59,12 @@ class Optimizer:
         return StepStats(grad_norm=grad_norm, ok=ok, lr=lr)
 
     def _clip(self, limit: float) -> float:
-        """The norm of all gradients together; experts cut over ranks have their own optimizer."""
-        grad_norm = float(self.inner.get_grad_norm())
+        """The norm of all gradients together; experts cut over ranks have their own optimizer.
+
+        It is where stages meet after their last backward computation.
+        """
+        with self._model.stage_waits.waiting():
+            grad_norm = float(self.inner.get_grad_norm())
         for part in self.inner.chained_optimizers:
             if parameters := part.get_parameters():
                 clip_grads.clip_grad_by_total_norm_fp32(parameters, limit, grad_norm)

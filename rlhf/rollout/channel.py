@@ -96,6 +96,8 @@ class Answered:
 @dataclass(frozen=True, slots=True)
 class Done:
     call: int
+    at_s: float
+    """When, on the monotonic clock of the node."""
 
 
 @dataclass(frozen=True, slots=True)

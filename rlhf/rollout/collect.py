@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
+from rlhf.dist.clock import Cause
 from rlhf.dist.gate import PhaseGate
 from rlhf.dist.groups import PhaseGroup
 from rlhf.dist.layout import RolloutLayout
@@ -98,6 +101,15 @@ def response_mask(total: int, start: int, generated: int) -> np.ndarray:
     return (at >= start) & (at < start + generated)
 
 
+@dataclass(frozen=True, slots=True)
+class EngineTime:
+    """Of one share of a rollout."""
+
+    decode_s: float = 0.0
+    late_s: float = 0.0
+    """From the engine's end to that of the last score."""
+
+
 def sum_of(arrays: Sequence[np.ndarray | None]) -> np.ndarray | None:
     """Element-wise, of those that are there."""
     present = [a for a in arrays if a is not None]
@@ -157,11 +169,21 @@ class Collector:
         """
         with self._gate.phase(phase, step):
             if self._probe is not None and phase is Phase.ROLLOUT:
-                self._probe.compare(step, self._timeout_s)
-            mine, samples = self._answer(prompts, step, sampling, num_samples)
+                with self._gate.clock.spend(Cause.RESHARD_VERIFY):
+                    self._probe.compare(step, self._timeout_s)
+            began = time.perf_counter()
+            with self._counted(Cause.DECODE, phase):
+                mine, samples = self._answer(prompts, step, sampling, num_samples)
+            late_s = self._engine.late_s if mine and self._engine is not None else 0.0
+            spent = EngineTime(time.perf_counter() - began - late_s, late_s)
             loads = self._expert_loads([trajectory for _, trajectory in mine])
-            shares = self._group.gather(([facts for facts, _ in mine], loads))
-            facts = sorted((f for share, _ in shares for f in share), key=lambda f: f.index)
+            began = time.perf_counter()
+            with self._counted(Cause.TAIL_IDLE, phase):
+                shares = self._group.gather(([facts for facts, _ in mine], loads, spent))
+            if phase is Phase.ROLLOUT:
+                waited_s = time.perf_counter() - began
+                self._tell_apart(waited_s, [spent for _, _, spent in shares])
+            facts = sorted((f for share, _, _ in shares for f in share), key=lambda f: f.index)
             want = len(prompts) * num_samples
             if [f.index for f in facts] != list(range(want)):
                 raise RuntimeError(f"rollout gave {len(facts)} trajectories, expected {want}")
@@ -169,8 +191,25 @@ class Collector:
                 facts=tuple(facts),
                 trajectories={facts.index: trajectory for facts, trajectory in mine},
                 samples=samples,
-                expert_loads=sum_of([loads for _, loads in shares]),
+                expert_loads=sum_of([loads for _, loads, _ in shares]),
             )
+
+    def _counted(self, cause: Cause, phase: Phase) -> AbstractContextManager[None]:
+        """Of an evaluation all seconds have one cause."""
+        return self._gate.clock.spend(cause) if phase is Phase.ROLLOUT else nullcontext()
+
+    def _tell_apart(self, waited_s: float, spent: Sequence[EngineTime]) -> None:
+        """What was decoding, what was waiting. A rank that leads no engine has only waited; its
+        device generated for as long as the engine's leader says."""
+        clock, layout, me = self._gate.clock, self._layout, self._group.world.rank
+        leader = layout.leader(layout.coord(me).engine)
+        if leader == me:
+            clock.move(Cause.DECODE, Cause.REWARD_WAIT, spent[me].late_s)
+            return
+        decode_s = min(waited_s, spent[leader].decode_s)
+        clock.move(Cause.TAIL_IDLE, Cause.DECODE, decode_s)
+        late_s = min(waited_s - decode_s, spent[leader].late_s)
+        clock.move(Cause.TAIL_IDLE, Cause.REWARD_WAIT, late_s)
 
     def _answer(
         self, prompts: Sequence[Prompt], step: int, sampling: Sampling, num_samples: int

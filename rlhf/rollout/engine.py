@@ -198,6 +198,12 @@ class EngineInfo:
 class RolloutEngine(Protocol):
     """What the loop, the collector and the resharder need of an engine."""
 
+    @property
+    def late_s(self) -> float:
+        """Seconds from the end of the last generation in the engine to the end of the call that
+        asked for it: what the rank did with answers after the engine had none left."""
+        ...
+
     def generate(
         self,
         requests: Sequence[SampleRequest],

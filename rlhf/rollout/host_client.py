@@ -78,6 +78,7 @@ class EngineHost:
         self._update_limit_s = 0.0
         self._pinged_at: float | None = None
         self._heard_at = time.monotonic()
+        self.late_s = 0.0  # see RolloutEngine
         self._died: str | None = None
         self._closed = False
 
@@ -154,7 +155,8 @@ class EngineHost:
         call = self._next_call()
         self._send(Generate(call, tuple(requests)))
         try:
-            self._wait(call, timeout_s, take)
+            ended_s = self._wait(call, timeout_s, take)
+            self.late_s = time.monotonic() - ended_s
         except EngineDied:
             raise
         except BaseException as error:
@@ -313,7 +315,8 @@ class EngineHost:
         call: int,
         timeout_s: float,
         on_completion: Callable[[Completion], None] | None = None,
-    ) -> None:
+    ) -> float:
+        """Until the call is done; when it was for the host, on the monotonic clock."""
         deadline = time.monotonic() + timeout_s
         while True:
             message = self._receive(min(SLICE_S, max(0.0, deadline - time.monotonic())))
@@ -321,8 +324,8 @@ class EngineHost:
                 case Answered(call=answered, completion=completion) if answered == call:
                     assert on_completion is not None
                     on_completion(completion)
-                case Done(call=done) if done == call:
-                    return
+                case Done(call=done, at_s=at_s) if done == call:
+                    return at_s
                 case Failed(call=failed, text=text) if failed == call:
                     raise RuntimeError(text)
                 case None:

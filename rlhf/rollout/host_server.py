@@ -136,7 +136,7 @@ class Host:
         except Exception as error:  # noqa: BLE001  (raised in the rank)
             self._send(Failed(call, f"{type(error).__name__}: {error}"))
         else:
-            self._send(Done(call))
+            self._send(Done(call, time.monotonic()))
 
     def _send(self, message: Reply) -> None:
         assert self._writer is not None

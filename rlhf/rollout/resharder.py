@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rlhf.config.schema import ReshardSection
+from rlhf.dist.clock import Cause
 from rlhf.dist.gate import PhaseGate
 from rlhf.dist.groups import PhaseGroup
 from rlhf.dist.layout import RolloutLayout
@@ -67,17 +68,32 @@ class Resharder:
         """
         verify = self._verify_every > 0 and self._num_runs % self._verify_every == 0
         self._num_runs += 1
+        spend = self._gate.clock.spend
         with self._gate.phase(Phase.RESHARD, step):
-            self._probe.score_trained()
-            messages = self._group.gather(self._mover.update_message(verify=verify))
+            with spend(Cause.RESHARD_VERIFY):
+                self._probe.score_trained()
+            with spend(Cause.PEERS):
+                messages = self._group.gather(self._mover.update_message(verify=verify))
             if self._engine is not None:
                 self._engine.begin_update(self._of_my_engine(messages), self._timeout_s)
             stats = self._mover.run(self._poll, verify=verify)
-            self._meet(stats)
+            self._count(stats)
+            with spend(Cause.PEERS):
+                self._meet(stats)
             if self._engine is not None:
-                self._engine.end_update(version)
+                with spend(Cause.RESHARD_WRITE):
+                    self._engine.end_update(version)
             self._on_version(version)
         self._on_stats(stats)
+
+    def _count(self, stats: MoveStats) -> None:
+        for cause, seconds in (
+            (Cause.RESHARD_PACK, stats.pack_s + stats.local_s),
+            (Cause.RESHARD_WIRE, stats.wire_s),
+            (Cause.RESHARD_WRITE, stats.write_s),
+            (Cause.RESHARD_VERIFY, stats.verify_s),
+        ):
+            self._gate.clock.move(Cause.RESHARD, cause, seconds)
 
     def _meet(self, stats: MoveStats) -> None:
         """Until here every rank may have failed; no engine serves before none has."""

@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 STEP, STEPS_DONE = "step", "steps_done"
 
@@ -44,10 +44,12 @@ class Journal:
             _rewrite(path, [line for line in _whole_lines(path) if _is_kept(line, first_step)])
         self._file: TextIO = path.open("a", encoding="utf-8")
 
-    def write_step(self, step: int, metrics: Mapping[str, float]) -> None:
+    def write_step(self, step: int, metrics: Mapping[str, float | Sequence[float]]) -> None:
         self._write({STEP: step, **metrics})
 
-    def write_between(self, steps_done: int, metrics: Mapping[str, float]) -> None:
+    def write_between(
+        self, steps_done: int, metrics: Mapping[str, float | Sequence[float]]
+    ) -> None:
         self._write({STEPS_DONE: steps_done, **metrics})
 
     def close(self) -> None:
@@ -57,8 +59,10 @@ class Journal:
             os.fsync(self._file.fileno())
             self._file.close()
 
-    def _write(self, record: Mapping[str, float]) -> None:
-        plain = {k: v if math.isfinite(v) else None for k, v in record.items()}
+    def _write(self, record: Mapping[str, float | Sequence[float]]) -> None:
+        plain = {
+            k: v if isinstance(v, Sequence) or math.isfinite(v) else None for k, v in record.items()
+        }
         try:
             self._file.write(json.dumps(plain) + "\n")
             self._file.flush()
@@ -73,10 +77,14 @@ def read_journal(path: Path) -> History:
         ValueError: a line in the middle is not JSON.
     """
     history = History()
-    for line in _whole_lines(path):
-        record = json.loads(line)
+    for record in read_lines(path):
         (history.steps if STEP in record else history.between).append(record)
     return history
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The records of a file that a :class:`Journal` has written; raises as above."""
+    return [json.loads(line) for line in _whole_lines(path)]
 
 
 def _whole_lines(path: Path) -> list[str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from rlhf.track.accounts import ACCOUNTS, account_table, added, read_accounts
 from rlhf.track.curves import draw_curves, phase_totals
 from rlhf.track.journal import History, read_journal
 from rlhf.track.sinks.console import clock
@@ -23,6 +24,38 @@ def finish(run_dir: Path, out: Console) -> None:
     line = accuracy_line(history)
     if line is not None:
         out.print(line, highlight=False, soft_wrap=True)
+
+
+def show(run_dir: Path, out: Console) -> None:
+    """Print what is known of a run, while it goes on or later.
+
+    Raises:
+        ValueError: the folder is not that of a run that has done a step.
+    """
+    whole = added(read_accounts(run_dir / ACCOUNTS))
+    history = read_journal(run_dir / "metrics.jsonl")
+    out.print(phase_table(history))
+    out.print(account_table(whole))
+    out.print(result_table(history))
+    line = accuracy_line(history)
+    if line is not None:
+        out.print(line, highlight=False, soft_wrap=True)
+
+
+def as_dict(run_dir: Path) -> dict[str, object]:
+    """The accounts of a run as a record: seconds of each rank by cause, in all.
+
+    Raises:
+        ValueError: as :func:`show`.
+    """
+    whole = added(read_accounts(run_dir / ACCOUNTS))
+    return {
+        "steps": whole.num_steps,
+        "wall_s": list(whole.wall_s),
+        "causes_s": {cause: list(seconds) for cause, seconds in whole.causes.items()},
+        "shares": whole.shares(),
+        "phases_s": phase_totals(read_journal(run_dir / "metrics.jsonl")),
+    }
 
 
 def phase_table(history: History) -> Table:

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhf.track.accounts import ACCOUNTS, Accounts
 from rlhf.track.journal import Journal
 from rlhf.track.sinks.sink import Background, SampleRow, Sink
 
@@ -45,6 +46,7 @@ class Tracker:
         self._is_writer = is_writer
         self._config = dict(config or {})
         self._journal: Journal | None = None
+        self._accounts: Journal | None = None
         self._sinks: list[Background] = []
 
     def start(self, first_step: int) -> None:
@@ -52,6 +54,7 @@ class Tracker:
         if not self._is_writer:
             return
         self._journal = Journal(self._run_dir / "metrics.jsonl", first_step)
+        self._accounts = Journal(self._run_dir / ACCOUNTS, first_step)
         self._sinks = [
             Background(name, make) for name, make in self._wanted_sinks(first_step).items()
         ]
@@ -79,6 +82,14 @@ class Tracker:
         self._journal.write_between(steps_done, metrics)
         self._post(lambda sink: sink.between(steps_done, metrics))
 
+    def account(self, step: int, accounts: Accounts, *, is_last: bool = False) -> None:
+        """Seconds of all ranks by cause since the last such line; after the last step
+        ``is_last``, and ``step`` is the number of steps that are done."""
+        if self._accounts is None:
+            return
+        write = self._accounts.write_between if is_last else self._accounts.write_step
+        write(step, accounts.as_columns())
+
     def samples(self, title: str, rows: Sequence[SampleRow]) -> None:
         """Answers to look at, in ``samples/<title>.jsonl``."""
         if self._journal is None or not rows:
@@ -102,9 +113,10 @@ class Tracker:
 
     def close(self) -> None:
         """Finish all sinks within CLOSE_TIMEOUT_S; may be called twice."""
-        if self._journal is not None:
-            self._journal.close()
-            self._journal = None
+        for journal in (self._journal, self._accounts):
+            if journal is not None:
+                journal.close()
+        self._journal = self._accounts = None
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
         for sink in self._sinks:
             sink.close(deadline)

@@ -8,9 +8,10 @@ from fnmatch import fnmatch
 import pytest
 import torch
 
+from rlhf.track.accounts import ACCOUNTS, added, read_accounts
 from tests.helpers.runs import ROOT, finish, read_metrics, rlhf, start, tiny_config, wait_for
 
-NOT_REPEATED = ("seconds/", "memory_gib/", "tokens_per_s/", "time", "reshard/verify_s")
+NOT_REPEATED = ("seconds/", "share/", "memory_gib/", "tokens_per_s/", "time", "reshard/verify_s")
 
 
 def numbers(run_dir):
@@ -70,6 +71,45 @@ def test_no_second_of_saving_and_evaluating_is_lost_or_counted_with_another_step
     assert all(re.search(rf"\b{name}\b", table) for name in ("eval", "save", "save_export"))
 
 
+def test_every_second_of_every_rank_has_a_cause(whole):
+    """Against the seconds that the recorder measures by itself."""
+    folder, _ = whole
+    lines = read_accounts(folder / "run" / ACCOUNTS)
+    assert [line.num_steps for line in lines] == [1, 1, 1, 1, 0]
+    for line in lines:
+        assert len(line.wall_s) == 2
+        for rank, wall_s in enumerate(line.wall_s):
+            parts = [seconds[rank] for seconds in line.causes.values()]
+            assert sum(parts) == pytest.approx(wall_s, rel=0.01)
+            assert min(parts) > -1e-3, line.causes
+    metrics = read_metrics(folder / "run")
+    told = sum(m.get("seconds/step", 0.0) for m in metrics)
+    told += sum(v for m in metrics if "step" not in m for k, v in m.items() if "seconds/" in k)
+    whole_run = added(lines)
+    assert max(whole_run.wall_s) == pytest.approx(told, rel=0.05)
+    assert {
+        *("decode", "pack", "score", "train", "pipeline", "reshard_pack", "reshard_wire"),
+        *("reshard_write", "reshard_verify", "save", "eval", "switch", "peers", "other"),
+    } <= set(whole_run.causes)
+    for metric in metrics:
+        if "step" in metric:
+            shares = [v for k, v in metric.items() if k.startswith("share/")]
+            assert sum(shares) == pytest.approx(1, abs=0.01)
+    assert whole_run.shares()["share/other"] < 0.1
+
+
+def test_the_report_of_a_run_shows_causes_and_results(whole):
+    folder, _ = whole
+    status, out, _ = rlhf("report", str(folder / "run"))
+    assert status == 0
+    assert all(word in out for word in ("pipeline", "worst rank", "accuracy", "reshard_wire"))
+    status, out, _ = rlhf("report", str(folder / "run"), "--json")
+    assert json.loads(out)["steps"] == 4
+    status, _, err = rlhf("report", str(folder))
+    assert status == 2
+    assert "accounting.jsonl: no such file; give the folder of a run" in err
+
+
 def test_every_metric_is_in_the_documentation(whole):
     folder, _ = whole
     text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
@@ -81,9 +121,15 @@ def test_every_metric_is_in_the_documentation(whole):
 def test_the_run_folder_holds_what_the_readme_promises(whole):
     folder, _ = whole
     run = folder / "run"
-    assert {"config.yaml", "metrics.jsonl", "curves.png", "samples", "checkpoints", "hf"} <= {
-        p.name for p in run.iterdir()
-    }
+    assert {
+        "config.yaml",
+        "metrics.jsonl",
+        "accounting.jsonl",
+        "curves.png",
+        "samples",
+        "checkpoints",
+        "hf",
+    } <= {p.name for p in run.iterdir()}
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == [
         "step_00000002",
         "step_00000004",

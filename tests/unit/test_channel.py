@@ -17,7 +17,7 @@ from rlhf.types import Status
 MESSAGES = [
     Answered(1, Completion(5, [1, 2, 3], [-0.5, -1.0, -0.25], Status.STOPPED, 7)),
     Failed(2, "RuntimeError: " + "x" * 3000),
-    Done(3),
+    Done(3, 0.5),
 ]
 
 
@@ -43,9 +43,9 @@ def test_frames_survive_any_cut(cuts: list[int]) -> None:
 def test_what_was_said_before_the_end_is_heard() -> None:
     mine, theirs = socket.socketpair()
     channel = Channel(mine, 5.0)
-    theirs.sendall(frame(Done(1)))
+    theirs.sendall(frame(Done(1, 0.0)))
     theirs.close()
-    assert channel.receive(5.0) == [Done(1)]
+    assert channel.receive(5.0) == [Done(1, 0.0)]
     assert channel.receive(5.0) == []
     assert channel.at_end
     channel.close()
