@@ -80,29 +80,13 @@ def run(args: Namespace) -> tuple[str, bool]:
 
 def _job_of_config(args: Namespace, request: Request) -> Job:
     from rlhf.config.load import load_config
-    from rlhf.planner.memory import Job
-    from rlhf.weights.value_model import value_model_shape
+    from rlhf.planner.job import job_of
 
     given = [f"memory.{k}={getattr(args, k)}" for k in MEMORY_OPTIONS if getattr(args, k)]
     if given:
         raise ValueError(f"{args.config}: write {' '.join(given)} behind it, without dashes")
     config = load_config(args.config, args.overrides)
-    critic = None if config.critic is None else config.critic.path or config.model.path
-    scorer = None if config.reward_model is None else config.reward_model.path
-    return Job(
-        shape=request.shape,
-        train_layout=request.train,
-        rollout_layout=request.rollout,
-        model=config.model,
-        train=config.train,
-        rollout=config.rollout,
-        memory=config.memory,
-        window_bytes=request.window_bytes,
-        longest_tokens=config.data.max_prompt_tokens + config.rollout.sampling.max_new_tokens,
-        reference=config.algorithm.kl.place != "off",
-        critic=None if critic is None else value_model_shape(critic),
-        reward_model=None if scorer is None else value_model_shape(scorer),
-    )
+    return job_of(config, request.shape, request.train, request.rollout, request.window_bytes)
 
 
 def _job(args: Namespace, request: Request) -> Job:
