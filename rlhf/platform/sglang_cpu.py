@@ -20,6 +20,8 @@ What stands in for what:
 * ``get_rope_cpu``: latent attention without YaRN, which SGLang's own CPU engine refuses.
 * ``adjust_config_with_unaligned_cpu_tp``: SGLang pads heads and feed-forward sizes on a CPU for
   its compiled kernels; live weights keep the sizes that they have on a GPU.
+* ``GroupCoordinator.reduce_scatterv``: needs NCCL, but in deterministic mode; DP-attention over all
+  ranks of an engine with experts calls it.
 * ``DataParallelController.event_loop``: spins on a core that schedulers need here.
 * what the platform class sets once a model is loaded: plain host buffers, DP-attention, the
   absorbed form of latent attention.
@@ -77,6 +79,10 @@ def register_hooks() -> None:
         (
             "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp",
             _keep_sizes,
+        ),
+        (
+            "sglang.srt.distributed.parallel_state.GroupCoordinator.reduce_scatterv",
+            _reduce_scatterv,
         ),
         (
             "sglang.srt.managers.data_parallel_controller.DataParallelController.event_loop",
@@ -221,6 +227,13 @@ def _rope_of_any_kind(
 def _keep_sizes(model_config: Any, load_config: Any, tp_size: int) -> Any:
     """No padding: torch's operators take any size."""
     return model_config
+
+
+def _reduce_scatterv(
+    group: Any, input_: Tensor, output: Tensor | None = None, sizes: list[int] | None = None
+) -> Tensor:
+    """Rows summed over the group, of which each rank keeps its own: as in deterministic mode."""
+    return group._deterministic_reduce_scatterv(input_, output, sizes)
 
 
 def _wait_for_messages(controller: Any) -> None:

@@ -18,6 +18,7 @@ NEEDS = {
     "sizes_as_on_a_gpu": "intermediate_size 40 became 64",
     "sleeping_controller": "the event loop spins",
     "data_parallel_attention": "0 active drivers",
+    "rows_of_a_sum": "has no attribute 'change_state'",
     "length_of_padding": "NotImplementedError",
     "latent_prefill": "handle_attention_triton",
     "host_buffers": "not compiled with CUDA",

@@ -67,6 +67,14 @@ def data_parallel_attention() -> None:
     dp_attention.memcpy(torch.zeros(2, 2), torch.ones(1, 2), 0, 0, 1, False)
 
 
+def rows_of_a_sum() -> None:
+    import torch
+    from sglang.srt.distributed.parallel_state import GroupCoordinator
+
+    group = SimpleNamespace(world_size=2, rank_in_group=0, pynccl_comm=None)
+    GroupCoordinator.reduce_scatterv(group, torch.ones(3, 4), None, [1, 2])
+
+
 def length_of_padding() -> None:
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
@@ -134,6 +142,7 @@ NEEDS: tuple[Callable[[], None], ...] = (
     sizes_as_on_a_gpu,
     sleeping_controller,
     data_parallel_attention,
+    rows_of_a_sum,
     length_of_padding,
     latent_prefill,
     host_buffers,
