@@ -119,26 +119,34 @@ def _value_model_faults(
 ) -> Iterator[str]:
     try:
         shape = load_value_model(folder, needs_head=needs_head).shape
-        check_train(shape, layout)
-        stages = list(stage_faults(layout, shape.num_layers))
-    except LayoutError as error:
-        yield from (f"{folder}: {fault}" for fault in error.faults)
-        return
     except ValueError as error:
         yield str(error)
         return
-    yield from (f"{folder}: {fault}" for fault in stages)
+    yield from value_shape_faults(config, actor, layout, folder, shape)
+
+
+def value_shape_faults(
+    config: Config, actor: ModelShape, layout: TrainLayout, model: str, shape: ModelShape
+) -> Iterator[str]:
+    """Why a critic or a reward model of this shape cannot stand beside the actor."""
+    try:
+        check_train(shape, layout)
+        stages = list(stage_faults(layout, shape.num_layers))
+    except LayoutError as error:
+        yield from (f"{model}: {fault}" for fault in error.faults)
+        return
+    yield from (f"{model}: {fault}" for fault in stages)
     if shape.moe is not None or shape.mla is not None:
-        yield from (f"{folder}: {fault}" for fault in expert_faults(config.train, shape))
+        yield from (f"{model}: {fault}" for fault in expert_faults(config.train, shape))
     if shape.vocab_size != actor.vocab_size:
         yield (
-            f"{folder} has a vocabulary of {shape.vocab_size}, the actor at model.path one of "
+            f"{model} has a vocabulary of {shape.vocab_size}, the actor at model.path one of "
             f"{actor.vocab_size}: it sees the actor's token ids, so both need one tokenizer"
         )
     longest = config.data.max_prompt_tokens + config.rollout.sampling.max_new_tokens
     if shape.max_position < longest:
         yield (
-            f"{folder} has {shape.max_position} positions, data.max_prompt_tokens + "
+            f"{model} has {shape.max_position} positions, data.max_prompt_tokens + "
             f"rollout.sampling.max_new_tokens are {longest}; lower one of them"
         )
 

@@ -59,8 +59,22 @@ def check_config(config: Config, shape: ModelShape, world: int, source: str = "c
         ConfigError: all faults.
     """
     rules: tuple[Callable[[], Iterator[str]], ...] = (
+        lambda: _unsupported_faults(config.rollout),
+        lambda: _unbuilt_faults(config.memory),
+        lambda: _data_faults(config),
+        lambda: _path_faults(config),
+    )
+    here = [f"{source}:{fault}" for rule in rules for fault in rule()]
+    if faults := [*job_faults(config, shape, world, source), *here]:
+        raise ConfigError(faults)
+
+
+def job_faults(config: Config, shape: ModelShape, world: int, source: str = "config") -> list[str]:
+    """What is wrong with a job wherever it runs, and whatever is built; arguments as of
+    :func:`check_config`."""
+    rules: tuple[Callable[[], Iterator[str]], ...] = (
         lambda: _layout_faults(config, shape, world),
-        lambda: _feature_faults(config.rollout, shape),
+        lambda: _route_faults(config.rollout, shape),
         lambda: expert_faults(config.train, shape),
         lambda: _batch_section_faults(config, world),
         lambda: algorithm_faults(config),
@@ -68,14 +82,9 @@ def check_config(config: Config, shape: ModelShape, world: int, source: str = "c
         lambda: _length_faults(config, shape),
         lambda: _engine_faults(config, world),
         lambda: _memory_faults(config, shape),
-        lambda: _unbuilt_faults(config.memory),
         lambda: optimizer_faults(config),
-        lambda: _data_faults(config),
-        lambda: _path_faults(config),
     )
-    faults = [f"{source}:{fault}" for rule in rules for fault in rule()]
-    if faults:
-        raise ConfigError(faults)
+    return [f"{source}:{fault}" for rule in rules for fault in rule()]
 
 
 def _layout_faults(config: Config, shape: ModelShape, world: int) -> Iterator[str]:
@@ -164,12 +173,15 @@ def rollout_layout(rollout: RolloutSection, world: int) -> RolloutLayout:
     )
 
 
-def _feature_faults(rollout: RolloutSection, shape: ModelShape) -> Iterator[str]:
+def _unsupported_faults(rollout: RolloutSection) -> Iterator[str]:
     if rollout.a2a != "none":
         yield (
             f"rollout.a2a: must be none, is {rollout.a2a}: all-to-all dispatch in the engine is "
             "not supported yet"
         )
+
+
+def _route_faults(rollout: RolloutSection, shape: ModelShape) -> Iterator[str]:
     if rollout.routes and shape.moe is None:
         yield f"rollout.routes: must be false: {shape.family} has no routed experts"
     if rollout.routes and rollout.pp > 1:
@@ -179,13 +191,21 @@ def _feature_faults(rollout: RolloutSection, shape: ModelShape) -> Iterator[str]
         )
 
 
+def unbuilt_memory(memory: MemorySection) -> dict[str, str]:
+    """Keys whose values only `rlhf plan` knows so far -> what a run needs there."""
+    return {
+        key: field.default
+        for key, field in MemorySection.model_fields.items()
+        if getattr(memory, key) != field.default
+    }
+
+
 def _unbuilt_faults(memory: MemorySection) -> Iterator[str]:
-    usual = MemorySection()
-    for key, value in memory:
-        if value != (now := getattr(usual, key)):
-            yield (
-                f"memory.{key}: not built yet: {value}; only `rlhf plan` knows it, set it to {now}"
-            )
+    for key, usual in unbuilt_memory(memory).items():
+        yield (
+            f"memory.{key}: not built yet: {getattr(memory, key)}; only `rlhf plan` knows it, set "
+            f"it to {usual}"
+        )
 
 
 def batch_faults(prompts: int, samples: int, updates: int, dp: int) -> Iterator[str]:
