@@ -1,4 +1,4 @@
-"""``rlhf train | eval | convert | plan | explain | report | doctor``: thin."""
+"""``rlhf COMMAND``: thin; the work is done elsewhere."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from rlhf.ending import outlive_stdout
 from rlhf.explain import add_arguments as add_explain_arguments
 from rlhf.plan import add_arguments as add_plan_arguments
+from rlhf.rehearse import add_arguments as add_rehearse_arguments
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,6 +45,9 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("folder", type=Path, metavar="RUN", help="folder of a run")
     report.add_argument("--json", action="store_true")
     report.set_defaults(run=_report)
+    rehearse = commands.add_parser("rehearse", help="does it run: the same job, small, on N ranks")
+    add_rehearse_arguments(rehearse)
+    rehearse.set_defaults(run=_rehearse)
     doctor = commands.add_parser("doctor", help="what is installed, what is missing, what it costs")
     doctor.add_argument("--json", action="store_true")
     doctor.add_argument(
@@ -79,7 +83,8 @@ def _eval(args: argparse.Namespace) -> int:
 def _run_loop(args: argparse.Namespace, loop: str | None, *flags: str) -> int:
     from rlhf.config.load import load_config
     from rlhf.dist.world import is_launched
-    from rlhf.preflight import check, check_data, check_loop
+    from rlhf.preflight import check_loop
+    from rlhf.start import start
     from rlhf.train import main as run_rank
 
     config = load_config(args.config, args.overrides)
@@ -94,12 +99,7 @@ def _run_loop(args: argparse.Namespace, loop: str | None, *flags: str) -> int:
         arguments += ["--loop", loop]
     if is_launched():
         return run_rank(arguments)
-    from rlhf.launch import default_ranks, launch
-
-    ranks = config.dist.ranks or default_ranks()
-    check(config, ranks, args.config)
-    check_data(config)
-    return launch("rlhf.train", arguments, ranks, config.dist.stop_grace_s)
+    return start(config, args.config, arguments)
 
 
 def _convert(args: argparse.Namespace) -> int:
@@ -141,6 +141,12 @@ def _report(args: argparse.Namespace) -> int:
     else:
         report.show(args.folder, Console())
     return 0
+
+
+def _rehearse(args: argparse.Namespace) -> int:
+    from rlhf.rehearse import run
+
+    return run(args)
 
 
 def _doctor(args: argparse.Namespace) -> int:

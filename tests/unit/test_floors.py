@@ -60,6 +60,9 @@ FLOORS = [
         "doctor_probe",
         "explain",
         "plan",
+        "rehearsal",
+        "rehearse",
+        "start",
         "state",
     },
 ]

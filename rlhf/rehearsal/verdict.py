@@ -1,0 +1,85 @@
+"""What a rehearsal has shown, read from its run folder."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf.saved import complete_steps
+
+NOT_SHOWN = (
+    "not shown: GPU kernels and collectives, memory at full size (`rlhf plan`), speed "
+    "(`rlhf explain` for the reshard), learning"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Of a run that has ended."""
+
+    steps: int
+    seconds: dict[str, float]  # phase -> of all steps
+    verified: bool  # checksums of every reshard were compared, and are equal
+    worst_gap: float  # mean |rollout_logprobs - old_logprobs| of the worst step
+    grad_norms: dict[str, float]  # optimizer -> largest
+    checkpoints: list[int]
+    exported: bool
+
+    def lines(self) -> list[str]:
+        """What ran, as a person reads it."""
+        phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.seconds.items())
+        saved = ", ".join(f"step {n}" for n in self.checkpoints)
+        norms = ", ".join(f"{name} {value:.2g}" for name, value in self.grad_norms.items())
+        out = [
+            f"ran      {self.steps} steps; seconds of the phases: {phases}",
+            f"reshard  {self.steps + 1} times"
+            + (", what engines hold has the checksums of what was sent" if self.verified else ""),
+            f"agree    rollout and trainer within {self.worst_gap:.2g} nats per token (mean of the "
+            "worse step)",
+            f"learn    largest gradient norm: {norms}",
+            f"saved    {saved}" + ("; exported as a Hugging Face folder" if self.exported else ""),
+        ]
+        if not any(self.grad_norms.values()):
+            out.append(
+                "         no gradient: all answers to a prompt earned the same, as those of a "
+                "random model do under a rule"
+            )
+        return out
+
+
+def read_verdict(run_dir: Path) -> Verdict:
+    """Of the folder of a run that ended well."""
+    text = (run_dir / "metrics.jsonl").read_text(encoding="utf-8")
+    rows = [json.loads(line) for line in text.splitlines()]
+    steps = [row for row in rows if "reward/mean" in row]
+    seconds: dict[str, float] = {}
+    for row in rows:
+        for key, value in row.items():
+            name = key.removeprefix("seconds/")
+            if name != key and name != "step":
+                seconds[name] = seconds.get(name, 0.0) + value
+    return Verdict(
+        steps=len(steps),
+        seconds=seconds,
+        verified=all(row.get("reshard/verify_s", 0.0) > 0 for row in steps),
+        worst_gap=max(row["gap/mean_abs"] for row in steps),
+        grad_norms={
+            name: max(row.get(f"{key}/grad_norm", 0.0) for row in steps)
+            for name, key in (("actor", "optim"), ("critic", "critic"))
+            if any(f"{key}/grad_norm" in row for row in steps)
+        },
+        checkpoints=complete_steps(run_dir / "checkpoints"),
+        exported=(run_dir / "hf" / "config.json").is_file(),
+    )
+
+
+def table(rows: list[tuple[str, Any, Any, str]]) -> list[str]:
+    """``configured -> rehearsed``; the last column is a remark."""
+    head = f"{'':<28}{'configured':>12}{'rehearsed':>12}"
+    lines = [
+        f"{name:<28}{configured!s:>12}{rehearsed!s:>12}  {remark}".rstrip()
+        for name, configured, rehearsed, remark in rows
+    ]
+    return [head, "-" * len(head), *lines]
