@@ -13,7 +13,7 @@ from rlhf.dist.device import has_gpu
 from rlhf.dist.patience import Limits
 from rlhf.dist.scratch import Scratch, lent_name
 from rlhf.dist.stop import Stopper
-from rlhf.dist.world import World, read_world
+from rlhf.dist.world import World, join_world
 from rlhf.ground import Closer, Ground, Plan
 from rlhf.preflight import check
 
@@ -29,7 +29,7 @@ PHASE_MARGIN_S = 30.0
 
 def build_here(config: Config | str) -> Run:
     """:func:`rlhf.build`."""
-    world = read_world()
+    world = join_world()
     loaded = load_config(config) if isinstance(config, str) else config
     stopper = Stopper(world.rank, loaded.dist.stop_grace_s)
     stopper.install()
@@ -123,7 +123,7 @@ def _launch_engine(plan: Plan, stopper: Stopper, closers: list[Closer]) -> Engin
         ep=rollout.ep,
         pp=rollout.pp,
         cores=cores_from(plan.world, plan.rollout.engine_size),
-        first_device=plan.world.local_rank,
+        first_device=plan.world.device_index,
         fp32_head=model.fp32_head,
         deterministic=rollout.deterministic,
         prefix_cache=rollout.prefix_cache,

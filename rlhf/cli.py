@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from rlhf.dist.slurm import LauncherError
 from rlhf.ending import outlive_stdout
 from rlhf.explain import add_arguments as add_explain_arguments
 from rlhf.plan import add_arguments as add_plan_arguments
@@ -20,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         return int(args.run(args))
-    except ValueError as error:  # what the user gave; anything else is a defect and shows itself
+    except (ValueError, LauncherError) as error:  # of the user's or the launcher's making
         print(error, file=sys.stderr)
         return 2
 
@@ -64,6 +65,9 @@ def _add_train(parser: argparse.ArgumentParser, run: object) -> None:
     parser.add_argument("config", help="YAML file")
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="changed settings")
     parser.add_argument("--loop", metavar="FILE.py:FUNCTION", help="a loop of your own")
+    parser.add_argument(
+        "--logs", metavar="FOLDER", type=Path, help="what each rank prints goes to a file there"
+    )
     parser.add_argument("--show-flow", action="store_true", help="print roles, phases and columns")
     parser.set_defaults(run=run)
 
@@ -99,7 +103,9 @@ def _run_loop(args: argparse.Namespace, loop: str | None, *flags: str) -> int:
         arguments += ["--loop", loop]
     if is_launched():
         return run_rank(arguments)
-    return start(config, args.config, arguments)
+    if args.logs is not None:
+        arguments.append("--log-phases")
+    return start(config, args.config, arguments, args.logs)
 
 
 def _convert(args: argparse.Namespace) -> int:

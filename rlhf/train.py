@@ -6,18 +6,21 @@ import argparse
 import importlib.util
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf.config.load import load_config
 from rlhf.config.schema import Config
-from rlhf.dist.stop import EXIT_STOPPED, Stopper, StopRequested
-from rlhf.dist.world import World, read_world
+from rlhf.dist.stop import EXIT_STOPPED, Stopper, StopRequested, say
+from rlhf.dist.world import World, join_world
 from rlhf.ending import end_failed, outlive_stdout
 from rlhf.launch import EXIT_USAGE, LAUNCHER_PID
 from rlhf.preflight import check, check_loop, notes
 from rlhf.rollout.lifeline import die_with_parent
+from rlhf.types import Phase
 
 if TYPE_CHECKING:
     from rlhf.run import Run
@@ -32,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if LAUNCHER_PID in os.environ:
         die_with_parent(int(os.environ[LAUNCHER_PID]))
     try:
-        world = read_world()
+        world = join_world()
         config = load_config(args.config, args.overrides)
         shape = check(config, world.size, args.config)
         check_loop(args.loop)
@@ -43,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if world.rank == 0:
         for note in notes(shape):
             print(f"{config.model.path}: {note}", file=sys.stderr)
-    return run_rank(config, world, args.loop, record=not args.no_record)
+    return run_rank(config, world, args.loop, record=not args.no_record, log_phases=args.log_phases)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -57,6 +60,9 @@ def parser() -> argparse.ArgumentParser:
         help="a loop of your own over the parts",
     )
     out.add_argument("--no-record", action="store_true", help="read the run folder, write nothing")
+    out.add_argument(
+        "--log-phases", action="store_true", help="print a line when a phase begins, to stderr"
+    )
     return out
 
 
@@ -84,7 +90,9 @@ def find_loop(spec: str) -> Loop:
     return loop
 
 
-def run_rank(config: Config, world: World, loop: str, *, record: bool = True) -> int:
+def run_rank(
+    config: Config, world: World, loop: str, *, record: bool = True, log_phases: bool = False
+) -> int:
     """Build the run, hand it to the loop, end it the same way on all ranks."""
     stopper = Stopper(world.rank, config.dist.stop_grace_s)
     stopper.install()
@@ -93,6 +101,8 @@ def run_rank(config: Config, world: World, loop: str, *, record: bool = True) ->
         from rlhf.builder import build_on  # heavy imports start here
 
         run = build_on(config, world, stopper, record=record)
+        if log_phases:
+            run.ground.gate.on_enter(partial(tell_phase, stopper))
         try:
             find_loop(loop)(run)
         except StopRequested as why:
@@ -104,6 +114,14 @@ def run_rank(config: Config, world: World, loop: str, *, record: bool = True) ->
     except BaseException as error:  # noqa: BLE001  (named to all ranks, then the process ends)
         end_failed(config.run_dir, stopper, error)
     return 0
+
+
+def tell_phase(stopper: Stopper, phase: Phase) -> None:
+    """A line in the rank's log: what follows belongs to this phase."""
+    say(
+        f"{time.strftime('%H:%M:%S')} rank {stopper.rank}, phase {phase}, "
+        f"step {stopper.position.step}"
+    )
 
 
 if __name__ == "__main__":

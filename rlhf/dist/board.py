@@ -100,6 +100,13 @@ class Board:
     def has_left(self, *ranks: int) -> bool:
         return bool(self._ask("check", [self._key(f"left/{rank}") for rank in ranks]))
 
+    def leave_node(self, node: int) -> None:
+        """No rank of this node needs the store any more."""
+        self._ask("set", self._key(f"node_left/{node}"), "1")
+
+    def nodes_have_left(self, nodes: Sequence[int]) -> bool:
+        return bool(self._ask("check", [self._key(f"node_left/{node}") for node in nodes]))
+
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}"
 

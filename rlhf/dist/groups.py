@@ -27,7 +27,7 @@ def device_of(world: World) -> torch.device:
     """
     gpu = has_gpu()
     check_torch(gpu, torch.cuda.is_available(), torch.__version__)
-    return torch.device("cuda", world.local_rank) if gpu else torch.device("cpu")
+    return torch.device("cuda", world.device_index) if gpu else torch.device("cpu")
 
 
 def init_groups(world: World, device: torch.device, timeout_s: float) -> None:

@@ -30,6 +30,7 @@ from rlhf.rollout.lifeline import (
     die_with_parent,
     engine_environment,
     hide_megatron,
+    ignore_usr1,
     name_process,
 )
 
@@ -134,6 +135,7 @@ def main() -> None:
     """``python -m rlhf.rollout.forks FD PARENT_PID``."""
     pipe = Connection(int(sys.argv[1]))
     die_with_parent(int(sys.argv[2]))
+    ignore_usr1()
     name_process("rlhf-probe")
     import logging
 

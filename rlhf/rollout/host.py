@@ -24,6 +24,7 @@ from rlhf.rollout.lifeline import (
     Links,
     die_with_parent,
     hide_megatron,
+    ignore_usr1,
     name_process,
     write_obituary,
 )
@@ -67,6 +68,7 @@ def main() -> NoReturn:
     """``python -m rlhf.rollout.host CHANNEL OBITUARY RANK_PIDFD RANK_PID SPEC``."""
     channel, obituary, rank, rank_pid = map(int, sys.argv[1:5])
     die_with_parent(rank_pid)
+    ignore_usr1()
     hide_megatron()
     serve(spec_from_json(sys.argv[5]), Links(channel, obituary, rank), fork=False)
 

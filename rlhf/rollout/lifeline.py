@@ -97,6 +97,11 @@ def die_with_parent(parent_pid: int) -> None:
         os._exit(1)
 
 
+def ignore_usr1() -> None:
+    """A request to stop is the rank's; Slurm may send it to every process of a job."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+
 def hide_megatron() -> None:
     """SGLang's debug dumper imports megatron if it can: 0.7 s and 150 modules for nothing."""
     sys.modules["megatron"] = None  # type: ignore[assignment]

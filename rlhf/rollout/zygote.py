@@ -28,11 +28,13 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from rlhf.dist.device import has_gpu
+from rlhf.dist.slurm import is_srun_task
 from rlhf.rollout.lifeline import (
     Links,
     die_with_parent,
     engine_environment,
     hide_megatron,
+    ignore_usr1,
     kill_pidfd,
     name_process,
     open_pidfd,
@@ -62,11 +64,21 @@ def node_address(environ: Mapping[str, str]) -> str:
     parts = (
         os.getuid(),
         os.stat("/proc/self/ns/pid").st_ino,  # containers may share a network but not their pids
-        os.getppid(),
+        _launch_of(environ),
         environ.get("MASTER_PORT", ""),
         environ.get("TORCHELASTIC_RESTART_COUNT", ""),
     )
     return "rlhf-zygote-" + "-".join(map(str, parts))
+
+
+def _launch_of(environ: Mapping[str, str]) -> str:
+    """What the ranks of a launch have in common on a node: under srun each has a parent of its own,
+    and nodes may share a network.
+    """
+    if not is_srun_task(environ):
+        return str(os.getppid())
+    names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NODEID", "SLURM_RESTART_COUNT")
+    return ".".join(environ.get(name, "") for name in names)
 
 
 def start_zygote(environ: Mapping[str, str] = os.environ) -> Zygote | None:
@@ -304,6 +316,7 @@ def main() -> None:
     """``python -m rlhf.rollout.zygote LISTENER OWNER_PID``."""
     listener, owner_pid = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     die_with_parent(owner_pid)
+    ignore_usr1()
     name_process("rlhf-zygote")
     import importlib
     import logging

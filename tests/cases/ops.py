@@ -12,6 +12,7 @@ from tests.cases import (
     data,
     experts,
     fused,
+    launching,
     logprobs,
     losses,
     runs,
@@ -25,6 +26,7 @@ OPS: dict[str, Op] = {
     **data.OPS,
     **experts.OPS,
     **fused.OPS,
+    **launching.OPS,
     **logprobs.OPS,
     **losses.OPS,
     **runs.OPS,
@@ -78,12 +80,6 @@ A truncated distribution is refused, so nothing is kept of one and nothing is re
 
 WAITING: dict[str, tuple[str, ...]] = {
     "rewards for mathematics": ("math_reward", "boxed_extract", "gsm8k_extract"),
-    "starting under Slurm on several nodes": (
-        "slurm_nodelist",
-        "slurm_tasks_per_node",
-        "slurm_rank_env",
-        "port_plan",
-    ),
     "more algorithms: leave-one-out, length penalty": ("rloo_advantage", "overlong_penalty"),
     "mixture-of-experts families and the layouts of large models": (
         "replayed_expert_weights",

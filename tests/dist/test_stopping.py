@@ -18,8 +18,8 @@ LIMIT_S = 90
 LINE = re.compile(r"^stopped: rank (\d+), phase (\S+), step (-?\d+): (.*)$", re.MULTILINE)
 LAUNCH = f"""
 import sys
-from rlhf.launch import launch
-sys.exit(launch("tests.dist.stop_rank", sys.argv[2:], int(sys.argv[1]), {GRACE_S}))
+from rlhf.launch import Job, launch
+sys.exit(launch(Job("tests.dist.stop_rank", sys.argv[2:], {GRACE_S}), int(sys.argv[1])))
 """
 
 
