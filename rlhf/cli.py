@@ -36,7 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("source", nargs="?", help="HF folder, a run, or a checkpoint of a run")
     convert.add_argument("target", help="folder to write")
     convert.set_defaults(run=_convert)
-    plan = commands.add_parser("plan", help="does it fit: memory of each rank in each phase")
+    plan = commands.add_parser("plan", help="does it fit, and how long is a step")
     add_plan_arguments(plan)
     plan.set_defaults(run=_plan)
     explain = commands.add_parser("explain", help="what moving the weights to the engines costs")

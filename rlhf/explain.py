@@ -8,14 +8,17 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlhf.dist.layout import LayoutError, RolloutLayout, TrainLayout
 from rlhf.dist.layout_text import parse_rollout, parse_train
 from rlhf.reshard.rounds import MAX_PEERS
+from rlhf.reshard.topology import Topology
 from rlhf.weights.families import (
     engine_block_faults,
     full_pieces,
     reshard_spread,
+    restore_spread,
     rollout_faults,
     train_block_faults,
     train_faults,
@@ -24,6 +27,9 @@ from rlhf.weights.families import (
 from rlhf.weights.find_model import find_model, known_models
 from rlhf.weights.model_shape import ModelShape
 from rlhf.weights.piece import ITEMSIZES, Piece, box_size
+
+if TYPE_CHECKING:
+    from rlhf.reshard.explain import Explanation, LinkSpeeds, Moves
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 WINDOW_MIB = 512
@@ -42,6 +48,11 @@ class Request:
     window_bytes: int
     max_peers: int
     itemsize: int  # bytes per element of the model's dtype
+
+    @property
+    def topology(self) -> Topology:
+        """Which ranks are on one node."""
+        return Topology.of(self.train.world, self.ranks_per_node)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,40 +87,52 @@ def run(args: Namespace) -> str:
     Raises:
         ValueError: the arguments contradict each other, or name what cannot be.
     """
-    from rlhf.reshard.explain import LinkSpeeds, Weights, explain
+    from rlhf.reshard.explain import LinkSpeeds
     from rlhf.reshard.explain_picture import check_picture, draw_moves
-    from rlhf.reshard.explain_plan import plan_moves
     from rlhf.reshard.explain_text import explanation_text, rollout_words, train_words
-    from rlhf.reshard.topology import Topology
 
     speeds = LinkSpeeds(args.nic_gbs, args.nvlink_gbs)
     if args.picture is not None:
         check_picture(args.picture)
     request = read_request(args)
+    train, rollout = request.train, request.rollout
+    explanation, moves = explained(request, speeds, mtp=args.mtp)
+    if args.picture is not None:
+        title = f"{request.name}: {train_words(train)} -> {rollout_words(rollout)}"
+        draw_moves(moves, request.topology.nodes, args.picture, title)
+    if args.json:
+        return json.dumps(explanation.as_dict(), indent=2)
+    return explanation_text(explanation, request.name, train, rollout)
+
+
+def explained(
+    request: Request, speeds: LinkSpeeds, *, mtp: bool = False, back: bool = False
+) -> tuple[Explanation, Moves]:
+    """The real plan of a reshard, added up; with ``back`` of the way from engines to trainers."""
+    from rlhf.reshard.explain import Weights, explain
+    from rlhf.reshard.explain_plan import plan_moves
+
     shape, train, rollout = request.shape, request.train, request.rollout
-    weights = Weights(
-        model_bytes(shape, request.itemsize, mtp=args.mtp),
-        train_bytes_mean(shape, train, request.itemsize, mtp=args.mtp),
-    )
-    topology = Topology.of(train.world, request.ranks_per_node)
     began = time.perf_counter()
-    spread = reshard_spread(shape, train, rollout, mtp=args.mtp)
+    spread = (
+        restore_spread(shape, train, rollout)
+        if back
+        else reshard_spread(shape, train, rollout, mtp=mtp)
+    )
     spread_s = time.perf_counter() - began
     moves = plan_moves(
         spread,
-        topology,
+        request.topology,
         itemsize=request.itemsize,
         area_bytes=request.window_bytes // 2,  # half for what arrives, half for what is sent
         max_peers=request.max_peers,
     )
     moves = replace(moves, plan_build_s=spread_s + moves.plan_build_s)
-    explanation = explain(moves, topology.nodes, weights, speeds)
-    if args.picture is not None:
-        title = f"{request.name}: {train_words(train)} -> {rollout_words(rollout)}"
-        draw_moves(moves, topology.nodes, args.picture, title)
-    if args.json:
-        return json.dumps(explanation.as_dict(), indent=2)
-    return explanation_text(explanation, request.name, train, rollout)
+    weights = Weights(
+        model_bytes(shape, request.itemsize, mtp=mtp),
+        train_bytes_mean(shape, train, request.itemsize, mtp=mtp),
+    )
+    return explain(moves, request.topology.nodes, weights, speeds), moves
 
 
 def read_request(args: Namespace, command: str = "explain") -> Request:

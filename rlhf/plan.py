@@ -1,4 +1,4 @@
-"""``rlhf plan``: does a job fit on its machines, before any of them is asked for."""
+"""``rlhf plan``: does a job fit on its machines and how long is a step, before any is asked for."""
 
 from __future__ import annotations
 
@@ -7,15 +7,26 @@ from argparse import ArgumentParser, Namespace
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from rlhf.explain import Request, read_request
+from rlhf.explain import Request, explained, read_request
 
 if TYPE_CHECKING:
-    from rlhf.planner.memory import Job
+    from rlhf.planner.load import Load
+    from rlhf.planner.memory import Job, Machine
+    from rlhf.planner.report import Plan
+    from rlhf.planner.speeds import Speeds
+    from rlhf.planner.step_time import Moved
 
 GPU_GB, HOST_GB, OTHER_GB = 80.0, 2000.0, 8.0
 MOST_GB = 1e9
 """More than any machine has: an exabyte."""
 MEMORY_OPTIONS = ("time_slice", "optimizer")
+SPEED_OPTIONS = {
+    "nic_gbs": "nic_gbs",
+    "nvlink_gbs": "nvlink_gbs",
+    "gpu_tflops": "peak_tflops",
+    "gpu_hbm_gbs": "hbm_gbs",
+}
+GIGA = 1e9
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -38,79 +49,170 @@ def add_arguments(parser: ArgumentParser) -> None:
         help=f"of a GPU, not counted here: context, communicators, graphs ({OTHER_GB:g})",
     )
     parser.add_argument("--window-mib", type=int, help="staging window")
+    parser.add_argument("--calibration", metavar="FILE", help="constants of the time model (H100)")
+    parser.add_argument("--nic-gbs", type=float, help="GB/s per GPU between nodes, each way")
+    parser.add_argument("--nvlink-gbs", type=float, help="GB/s per GPU in a node, each way")
+    parser.add_argument("--gpu-tflops", type=float, help="dense bf16 TFLOP/s of a GPU")
+    parser.add_argument("--gpu-hbm-gbs", type=float, help="GB/s of a GPU's memory")
+    parser.add_argument("--prompt-tokens", type=float, help="in the mean (half of the longest)")
+    parser.add_argument("--answer-tokens", type=float, help="in the mean (half of the longest)")
+    parser.add_argument("--check", action="store_true", help="one line for each of some CONFIGs")
     parser.add_argument("--json", action="store_true")
 
 
 def run(args: Namespace) -> tuple[str, bool]:
-    """What the command prints, and whether the job fits.
+    """What the command prints, and whether all that was asked for fits.
 
     Raises:
         ValueError: the arguments contradict each other, or name what cannot be.
     """
-    from rlhf.planner.fit import misfits, smallest_change
-    from rlhf.planner.memory import Machine, ledger
-    from rlhf.planner.report import Plan, plan_text
-    from rlhf.planner.train_memory import disk_bytes
+    from rlhf.planner.report import check_line, plan_text
     from rlhf.reshard.explain_text import rollout_words, train_words
 
-    for key in ("gpu_mem_gb", "host_mem_gb", "other_gb"):
-        if not 0 < (value := getattr(args, key)) < MOST_GB:
-            words = key.replace("_", "-")
-            raise ValueError(f"--{words}: must be above 0 and below {MOST_GB:g} GB, is {value:g}")
-    request = read_request(args, "plan")
-    machine = Machine(
-        gpu_bytes=int(args.gpu_mem_gb * 1e9),
-        host_bytes=int(args.host_mem_gb * 1e9),
-        gpus_per_node=args.ranks_per_node,
-        other_bytes=int(args.other_gb * 1e9),
-    )
-    job = _job_of_config(args, request) if args.config is not None else _job(args, request)
-    found = ledger(job, machine)
-    faults = misfits(job, found, machine)
-    disk = disk_bytes(job.shape, job.itemsize)
-    if job.critic is not None:  # saved too, not exported
-        disk = replace(disk, state=disk.state + disk_bytes(job.critic, job.itemsize).state)
-    change = smallest_change(job, machine) if faults else None
-    plan = Plan(request.name, job, machine, found, disk, faults, change)
+    if args.check:
+        plans = {one.config: make_plan(one)[0] for one in _each_config(args)}
+        fits = all(plan.fits for plan in plans.values())
+        if args.json:
+            return json.dumps({c: plan.as_dict() for c, plan in plans.items()}, indent=2), fits
+        return "\n".join(check_line(plan, config) for config, plan in plans.items()), fits
+    plan, request = make_plan(args)
     if args.json:
         return json.dumps(plan.as_dict(), indent=2), plan.fits
     layouts = (train_words(request.train), rollout_words(request.rollout))
     return plan_text(plan, layouts), plan.fits
 
 
-def _job_of_config(args: Namespace, request: Request) -> Job:
+def make_plan(args: Namespace) -> tuple[Plan, Request]:
+    """Memory, seconds and verdict of one job.
+
+    Raises:
+        ValueError: as :func:`run`.
+    """
+    from rlhf.planner.fit import misfits, smallest_change
+    from rlhf.planner.memory import ledger
+    from rlhf.planner.report import Plan
+    from rlhf.planner.step_time import step_times
+    from rlhf.planner.time_report import Timing
+    from rlhf.planner.train_memory import disk_bytes
+
+    machine, speeds = read_machine(args), read_speeds_of(args)
+    request = read_request(args, "plan")
+    job, load = _job_of_config(args, request) if args.config is not None else _job(args, request)
+    found = ledger(job, machine)
+    faults = misfits(job, found, machine)
+    disk = disk_bytes(job.shape, job.itemsize)
+    if job.critic is not None:  # saved too, not exported
+        disk = replace(disk, state=disk.state + disk_bytes(job.critic, job.itemsize).state)
+    change = smallest_change(job, machine) if faults else None
+    moved = moved_seconds(request, job, speeds)
+    times = step_times(job, speeds, load, machine, found.kv_tokens, moved)
+    timing = Timing(times, load, speeds, job.train_layout.world)
+    return Plan(request.name, job, machine, found, disk, faults, change, timing), request
+
+
+def moved_seconds(request: Request, job: Job, speeds: Speeds) -> Moved:
+    """Of a reshard, and of the way back where roles give their memory away: from their real plans.
+
+    Engines that keep block fp8 cannot give back what was trained; then it comes from the host.
+    """
+    from rlhf.planner.step_time import Moved, train_shard_bytes
+    from rlhf.reshard.explain import LinkSpeeds
+
+    links = LinkSpeeds(speeds.nic_gbs, speeds.nvlink_gbs)
+    reshard_s = explained(request, links)[0].predicted_s
+    if job.memory.time_slice != "all":
+        return Moved(reshard_s, 0.0)
+    if request.rollout.quantization != "none":
+        shard = train_shard_bytes(job.shape, job.train_layout, job.itemsize)
+        return Moved(reshard_s, shard / (speeds.pcie_gbs * GIGA))
+    return Moved(reshard_s, explained(request, links, back=True)[0].predicted_s)
+
+
+def read_machine(args: Namespace) -> Machine:
+    """Where the job would run.
+
+    Raises:
+        ValueError: an impossible size.
+    """
+    from rlhf.planner.memory import Machine
+
+    for key in ("gpu_mem_gb", "host_mem_gb", "other_gb"):
+        if not 0 < (value := getattr(args, key)) < MOST_GB:
+            words = key.replace("_", "-")
+            raise ValueError(f"--{words}: must be above 0 and below {MOST_GB:g} GB, is {value:g}")
+    return Machine(
+        gpu_bytes=int(args.gpu_mem_gb * GIGA),
+        host_bytes=int(args.host_mem_gb * GIGA),
+        gpus_per_node=args.ranks_per_node,
+        other_bytes=int(args.other_gb * GIGA),
+    )
+
+
+def read_speeds_of(args: Namespace) -> Speeds:
+    """The calibration file's constants, or an H100's, with what single options say.
+
+    Raises:
+        ValueError: no such file, an unknown key, an impossible value.
+    """
+    from rlhf.planner.speeds import H100, changed_speeds, read_speeds
+
+    speeds = H100 if args.calibration is None else read_speeds(args.calibration)
+    changes = {key: getattr(args, option) for option, key in SPEED_OPTIONS.items()}
+    if not any(value is not None for value in changes.values()):
+        return speeds
+    for option, value in ((o, getattr(args, o)) for o in SPEED_OPTIONS):
+        if value is not None and not 0 < value < MOST_GB:
+            words = option.replace("_", "-")
+            raise ValueError(f"--{words}: must be above 0 and below {MOST_GB:g}, is {value:g}")
+    return changed_speeds(speeds, changes)
+
+
+def _each_config(args: Namespace) -> list[Namespace]:
+    """One set of arguments for every configuration of ``--check``; overrides are for all."""
+    if args.config is None:
+        raise ValueError("--check: needs CONFIG, one or more")
+    words = [args.config, *args.overrides]
+    overrides = [word for word in words if "=" in word]
+    configs = [word for word in words if "=" not in word]
+    return [Namespace(**{**vars(args), "config": c, "overrides": overrides}) for c in configs]
+
+
+def _job_of_config(args: Namespace, request: Request) -> tuple[Job, Load]:
     from rlhf.config.load import load_config
-    from rlhf.planner.job import job_of
+    from rlhf.planner.job import job_of, load_of
 
     given = [f"memory.{k}={getattr(args, k)}" for k in MEMORY_OPTIONS if getattr(args, k)]
     if given:
         raise ValueError(f"{args.config}: write {' '.join(given)} behind it, without dashes")
     config = load_config(args.config, args.overrides)
-    return job_of(config, request.shape, request.train, request.rollout, request.window_bytes)
+    job = job_of(config, request.shape, request.train, request.rollout, request.window_bytes)
+    return job, load_of(config, args.prompt_tokens, args.answer_tokens)
 
 
-def _job(args: Namespace, request: Request) -> Job:
-    """GRPO without a reference, with the defaults of a configuration."""
+def _job(args: Namespace, request: Request) -> tuple[Job, Load]:
+    """GRPO without a reference, with a configuration's defaults; 64 prompts of 8 answers."""
     from rlhf.config.schema import (
+        BatchSection,
+        Config,
         DataSection,
+        JsonlSource,
         MemorySection,
         ModelSection,
-        RolloutSection,
+        OptimizerSection,
         TrainSection,
     )
-    from rlhf.planner.memory import Job
+    from rlhf.planner.job import job_of, load_of
 
     chosen = {key: value for key in MEMORY_OPTIONS if (value := getattr(args, key))}
-    rollout = RolloutSection()
-    prompt = DataSection.model_fields["max_prompt_tokens"].default
-    return Job(
-        shape=request.shape,
-        train_layout=request.train,
-        rollout_layout=request.rollout,
+    config = Config(
+        run_dir="runs",
+        num_steps=1,
         model=ModelSection(path=request.name),
         train=TrainSection(sequence_parallel=request.train.tp > 1, recompute="full"),
-        rollout=rollout,
         memory=MemorySection(**chosen),
-        window_bytes=request.window_bytes,
-        longest_tokens=prompt + rollout.sampling.max_new_tokens,
+        data=DataSection(train=(JsonlSource(type="jsonl", name="any", path="any"),)),
+        batch=BatchSection(prompts_per_step=64, samples_per_prompt=8),
+        optimizer=OptimizerSection(lr=1e-6),
     )
+    job = job_of(config, request.shape, request.train, request.rollout, request.window_bytes)
+    return job, load_of(config, args.prompt_tokens, args.answer_tokens)

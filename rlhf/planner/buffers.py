@@ -51,13 +51,14 @@ class Buffer:
         """Padding included."""
         return sum(bucket.length for bucket in self.buckets)
 
-    def owned(self, replica: int) -> int:
-        """Elements whose optimizer state is on this replica: of its shards, without padding."""
-        out = 0
+    def owned(self) -> list[int]:
+        """By replica: elements whose optimizer state it has, of its shards, without padding."""
+        out = [0] * self.num_replicas
         for bucket in self.buckets:
             size = bucket.length // self.num_replicas
-            begin, end = replica * size, (replica + 1) * size
-            out += sum(max(0, min(stop, end) - max(start, begin)) for start, stop in bucket.spans)
+            for start, stop in bucket.spans:
+                for replica in range(start // size, (stop - 1) // size + 1):
+                    out[replica] += min(stop, (replica + 1) * size) - max(start, replica * size)
         return out
 
 

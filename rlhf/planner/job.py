@@ -1,12 +1,16 @@
-"""What decides the memory of a run, out of its configuration."""
+"""What decides the memory and the time of a run, out of its configuration."""
 
 from __future__ import annotations
 
 from rlhf.config.schema import Config
 from rlhf.dist.layout import RolloutLayout, TrainLayout
+from rlhf.planner.load import Load
 from rlhf.planner.memory import Job
 from rlhf.weights.model_shape import ModelShape
 from rlhf.weights.value_model import value_model_shape
+
+USUAL_SHARE = 0.5
+"""Assumed: of the longest prompt and answer that a configuration allows, in the mean."""
 
 
 def job_of(
@@ -39,4 +43,30 @@ def job_of(
         reference=config.algorithm.kl.place != "off",
         critic=None if critic is None else value_model_shape(critic),
         reward_model=None if scorer is None else value_model_shape(scorer),
+    )
+
+
+def load_of(
+    config: Config, prompt_tokens: float | None = None, answer_tokens: float | None = None
+) -> Load:
+    """What a step of the configuration has to do.
+
+    Args:
+        prompt_tokens, answer_tokens: means; None: half of the longest that is allowed.
+
+    Raises:
+        ValueError: the mean answer is longer than the longest.
+    """
+    longest = config.rollout.sampling.max_new_tokens
+    usual = (USUAL_SHARE * config.data.max_prompt_tokens, USUAL_SHARE * longest)
+    return Load(
+        prompts=config.batch.prompts_per_step,
+        samples=config.batch.samples_per_prompt,
+        prompt_tokens=usual[0] if prompt_tokens is None else prompt_tokens,
+        answer_tokens=usual[1] if answer_tokens is None else answer_tokens,
+        longest_answer_tokens=longest,
+        microbatch_tokens=config.train.tokens_per_microbatch,
+        concurrency=config.rollout.max_running_requests,
+        updates=config.batch.updates_per_step,
+        save_every=config.checkpoint.every,
     )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from rlhf.memory.table import Region, Span
 from rlhf.planner.fit import GIGA, Change, Misfit
 from rlhf.planner.memory import Job, Ledger, Machine
+from rlhf.planner.time_report import Timing, assumptions, timing_text
 from rlhf.planner.train_memory import DiskBytes
 
 WIDTH = 88
@@ -16,7 +17,7 @@ WIDTH = 88
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Memory and disk of a job on a machine."""
+    """Memory, disk and seconds of a job on a machine."""
 
     name: str
     job: Job
@@ -25,6 +26,7 @@ class Plan:
     disk: DiskBytes
     misfits: Sequence[Misfit]
     change: Change | None  # with which it would fit
+    timing: Timing
 
     @property
     def fits(self) -> bool:
@@ -74,11 +76,12 @@ class Plan:
             "kv_sequences_total": self.kv_tokens_total // self.job.longest_tokens,
             "export_bytes": self.disk.export,
             "state_bytes": self.disk.state,
+            **self.timing.as_dict(),
         }
 
 
 def plan_text(plan: Plan, layouts: tuple[str, str]) -> str:
-    """About 40 lines. ``layouts``: of training and engines, in words."""
+    """About 60 lines. ``layouts``: of training and engines, in words."""
     job, machine, held = plan.job, plan.machine, plan.ledger
     num_nodes, num_gpus = len(held.host), job.train_layout.world
     nodes = f"{num_nodes} nodes of {machine.gpus_per_node}" if num_nodes > 1 else "one node"
@@ -93,11 +96,29 @@ def plan_text(plan: Plan, layouts: tuple[str, str]) -> str:
             "",
             *_table("GB in a phase", ((str(s), held.phase_bytes(s)) for s in held.phases)),
             "",
+            *timing_text(plan.timing),
+            "",
             *_rest(plan),
+            *assumptions(plan.timing),
             "",
             *_verdict(plan),
         ]
     )
+
+
+def check_line(plan: Plan, name: str) -> str:
+    """One line: the verdict, the fullest phase, the step's seconds and what bounds it."""
+    span, _, most = plan.peak
+    verdict = "fits" if plan.fits else "DOES NOT FIT"
+    where = f"{plan.name} on {plan.job.train_layout.world}"
+    line = (
+        f"{verdict:<13}{name}: {where}, {most / GIGA:.1f} GB in {span}, "
+        f"{plan.timing.step_s:,.0f} s per step, most in {plan.timing.bound}"
+    )
+    if plan.fits:
+        return line
+    change = f"; change {plan.change.words}" if plan.change else ""
+    return f"{line}; {plan.misfits[0]}{change}"
 
 
 def _table(title: str, rows: Iterable[tuple[str, Sequence[int]]]) -> list[str]:

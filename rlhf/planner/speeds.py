@@ -51,7 +51,11 @@ class Speeds(Section):
     prefill_matmul: Share = 0.5
     """The same of products while an engine reads prompts, or decodes large batches."""
     decode_bandwidth: Share = 0.7
-    """Share of the memory bandwidth at which decoding reads weights and KV cache. Chosen."""
+    """Share of the memory bandwidth at which decoding reads weights and KV cache, and an optimizer
+    its state. Chosen."""
+    float32_ratio: Share = 0.06
+    """Speed of float32 matrix products over that of bf16 ones. Data sheet of H100 SXM: 67 TFLOPs,
+    without TF32."""
     collective: Share = 0.7
     """Share of a link's speed that collectives reach. Chosen."""
     expert_imbalance: Annotated[Float, Field(ge=1)] = 1.3
@@ -107,6 +111,7 @@ CPU = Speeds(
     attention=0.2,
     prefill_matmul=0.5,
     decode_bandwidth=0.6,
+    float32_ratio=1.0,
     collective=0.7,
     expert_imbalance=1.3,
     layer_s=0.5e-3,

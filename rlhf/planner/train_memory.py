@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -66,15 +66,27 @@ def train_bytes(use: ModelUse, layout: TrainLayout) -> TrainBytes:
       ``1 / (dp * cp)`` of the dense parameters, of ``1 / edp`` of experts that are spread (ep > 1).
     """
     stages = [_stage(use, layout, pp) for pp in range(layout.pp)]
+    owned = [(_owned(stage.dense), _owned(stage.experts)) for stage in stages]
     coords = [layout.coord(rank) for rank in range(layout.world)]
     per_element = MOMENT_BYTES + (0 if use.itemsize == 4 else MASTER_BYTES)
     return TrainBytes(
         weights=tuple(stages[at.pp].weights for at in coords),
         gradients=tuple(stages[at.pp].gradients for at in coords),
         optimizer=tuple(
-            per_element * stages[at.pp].owned(at.cp + layout.cp * at.dp, at.edp) for at in coords
+            per_element * sum(_at(owned[at.pp], at.cp + layout.cp * at.dp, at.edp)) for at in coords
         ),
     )
+
+
+def _owned(buffers: Sequence[Buffer]) -> list[int]:
+    """By replica, in all buffers."""
+    return [sum(parts) for parts in zip(*(buffer.owned() for buffer in buffers), strict=True)]
+
+
+def _at(owned: tuple[list[int], list[int]], replica: int, expert_replica: int) -> Iterator[int]:
+    """What a rank owns of dense parameters and of experts; nothing where there are none."""
+    for shares, number in zip(owned, (replica, expert_replica), strict=True):
+        yield shares[number] if shares else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +95,6 @@ class _Stage:
     gradients: int
     dense: tuple[Buffer, ...]
     experts: tuple[Buffer, ...]
-
-    def owned(self, replica: int, expert_replica: int) -> int:
-        return sum(b.owned(replica) for b in self.dense) + sum(
-            b.owned(expert_replica) for b in self.experts
-        )
 
 
 def _stage(use: ModelUse, layout: TrainLayout, pp: int) -> _Stage:

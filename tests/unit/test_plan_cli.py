@@ -101,6 +101,41 @@ def test_deepseek_v3_on_128_gpus(capsys):
     assert "memory.optimizer=host, rollout.a2a=deepep, engines of 64 over several" in text
 
 
+def test_seconds_of_a_step_rest_on_the_options_and_the_plan_of_the_reshard(capsys, tmp_path):
+    got = _plan(capsys, QWEN)
+    spent = sum(v["seconds"] for k, v in got["seconds"].items() if k != "SAVE")
+    assert got["step_seconds"] == pytest.approx(spent)
+    for took in got["seconds"].values():
+        assert sum(took["parts"].values()) == pytest.approx(took["seconds"])
+        assert took["parts"][took["bound"]] == max(took["parts"].values())
+    moved = json.loads(_said(capsys, "explain", f"{QWEN.replace('gpus', 'ranks')} --json"))
+    assert got["seconds"]["RESHARD"]["parts"]["wire"] == moved["predicted_s"]
+    slower = _plan(capsys, f"{QWEN} --gpu-tflops 100 --gpu-hbm-gbs 1000 --nvlink-gbs 50")
+    assert slower["step_seconds"] > 2 * got["step_seconds"]
+    assert slower["speeds"]["peak_tflops"] == 100
+    longer = _plan(capsys, f"{QWEN} --answer-tokens 1024 --prompt-tokens 700")
+    assert longer["load"]["answer_tokens"] == 1024 and longer["load"]["prompt_tokens"] == 700
+    path = tmp_path / "calibration.yaml"
+    path.write_text(json.dumps(slower["speeds"]))
+    assert _plan(capsys, f"{QWEN} --calibration {path}")["seconds"] == slower["seconds"]
+
+
+def test_check_says_one_line_for_each_configuration(capsys, tmp_path):
+    names = ("qwen2_5_7b_8", "qwen2_5_7b_8_ppo")
+    paths = [str(ROOT / "configs" / "recipes" / f"{name}.yaml") for name in names]
+    lines = _said(capsys, "plan", f"--check {' '.join(paths)}").splitlines()
+    assert len(lines) == 2
+    for line, path in zip(lines, paths, strict=True):
+        assert re.fullmatch(
+            rf"fits +{path}: qwen2.5-7b on 8, .* s per step, most in ROLLOUT.*", line
+        )
+    both = _said(capsys, "plan", f"--check {' '.join(paths)} --gpu-mem-gb 60", 1).splitlines()
+    assert both[0].startswith("fits ")
+    assert re.match(r"DOES NOT FIT .*more than the 60 there are.*; change ", both[1])
+    found = json.loads(_said(capsys, "plan", f"--check {' '.join(paths)} seed=1 --json"))
+    assert list(found) == paths
+
+
 def test_what_is_asked_for_is_what_is_counted(capsys):
     one = _plan(capsys, QWEN)
     assert (one["gpus"], one["nodes"], one["gpu_bytes"]) == (8, 1, 80 * 10**9)
@@ -165,6 +200,12 @@ def test_kimi_engines_of_16_need_fp8_or_more_ranks(capsys):
         (f"{LARGE} model.path=deepseek", "did you mean deepseek-v3-671b"),
         (f"{LARGE} --gpus 100", "must be a multiple"),
         ("nowhere.yaml", "nowhere.yaml: no such file"),
+        ("--check", "--check: needs CONFIG, one or more"),
+        (f"{QWEN} --nic-gbs 0", "--nic-gbs: must be above 0 and below 1e+09, is 0"),
+        (f"{QWEN} --gpu-tflops nan", "--gpu-tflops: must be above 0 and below 1e+09, is nan"),
+        (f"{QWEN} --calibration nowhere.yaml", "nowhere.yaml: cannot be read"),
+        (f"{QWEN} --answer-tokens 5000", "at most the longest answer of 1024, is 5000"),
+        (f"{QWEN} --prompt-tokens -1", "prompt_tokens: must be at least 0, is -1"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line_each(capsys, words, expected):

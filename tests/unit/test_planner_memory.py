@@ -104,7 +104,15 @@ def test_shards_of_a_buffer_are_equal_and_hold_each_element_once(sizes, replicas
     params = [TrainParam(size, is_expert=False, alone=alone) for size, alone in sizes]
     buffer = lay_out(params, replicas, bucket)
     elements = sum(size for size, _ in sizes)
-    assert sum(buffer.owned(i) for i in range(replicas)) == elements
+    assert sum(buffer.owned()) == elements
+    for replica, owned in enumerate(buffer.owned()):
+        begins = [(b, replica * (b.length // replicas)) for b in buffer.buckets]
+        inside = [range(at, at + b.length // replicas) for b, at in begins]
+        assert owned == sum(
+            len(range(max(r.start, start), min(r.stop, stop)))
+            for b, r in zip(buffer.buckets, inside, strict=True)
+            for start, stop in b.spans
+        )
     for found in buffer.buckets:
         assert found.length % replicas == found.length % 128 == 0
         assert all(start % 64 == 0 for start, _ in found.spans)
