@@ -6,11 +6,14 @@ from functools import partial
 
 from rlhf.algorithms.algorithm import Algorithm
 from rlhf.algorithms.values import critic_loss
+from rlhf.config.schema import OptimizerSection
 from rlhf.dist.replicas import Replicas
 from rlhf.ground import Ground
 from rlhf.mcore.model import TrainModel, build_model
-from rlhf.mcore.optimizer import build_optimizer
+from rlhf.mcore.optimizer import Optimizer, build_optimizer
 from rlhf.mcore.value_head import draw_head
+from rlhf.memory.host import available_bytes, check_host_room
+from rlhf.planner.train_memory import Head, ModelUse, train_bytes
 from rlhf.recorder import Recorder
 from rlhf.roles.actor import Actor
 from rlhf.roles.critic import Critic, NullCritic
@@ -31,7 +34,7 @@ def build_actor(ground: Ground, algorithm: Algorithm, recorder: Recorder) -> Act
     total = (config.num_steps - rests) * config.batch.updates_per_step
     actor = Actor(
         model=model,
-        optimizer=build_optimizer(model, config.optimizer, total),
+        optimizer=_optimizer(ground, model, config.optimizer, total),
         loss_fn=algorithm.loss_fn,
         temperature=config.rollout.sampling.temperature,
         first_step=rests,
@@ -69,7 +72,7 @@ def build_critic(ground: Ground, recorder: Recorder) -> Critic | NullCritic:
     total = config.num_steps * config.batch.updates_per_step
     critic = Critic(
         model=model,
-        optimizer=build_optimizer(model, section.optimizer, total),
+        optimizer=_optimizer(ground, model, section.optimizer, total, "values"),
         loss_fn=partial(critic_loss, clip=section.value_clip),
         values_ends=config.algorithm.gae.bootstrap_truncated,
         gate=ground.gate,
@@ -92,6 +95,38 @@ def build_reward_model(ground: Ground, batcher: Batcher) -> RewardModel | NullRe
         speaks=Replicas(ground.plan.train, ground.group).speaks,
         gate=ground.gate,
     )
+
+
+def _optimizer(
+    ground: Ground,
+    model: TrainModel,
+    section: OptimizerSection,
+    total_updates: int,
+    head: Head = "logprobs",
+) -> Optimizer:
+    """With its state where the configuration has it. Collective over all ranks.
+
+    Raises:
+        RuntimeError: a node has no room for the states of its ranks; on every rank.
+    """
+    memory = ground.plan.config.memory
+    if memory.optimizer == "device":
+        return build_optimizer(model, section, total_updates)
+    use = ModelUse(
+        model.shape,
+        model.config.params_dtype.itemsize,
+        head,
+        overlap=model.train.overlap,
+        freeze_router=model.train.moe.freeze_router,
+    )
+    check_host_room(
+        "critic" if head == "values" else "actor",
+        train_bytes(use, model.layout).optimizer,
+        ground.plan.world,
+        ground.group.gather,
+        available_bytes(),
+    )
+    return build_optimizer(model, section, total_updates, memory.stream_mib * 2**20)
 
 
 def _lend_gradient_memory(ground: Ground, model: TrainModel) -> None:

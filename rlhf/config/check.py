@@ -196,7 +196,7 @@ def unbuilt_memory(memory: MemorySection) -> dict[str, str]:
     return {
         key: field.default
         for key, field in MemorySection.model_fields.items()
-        if getattr(memory, key) != field.default
+        if key == "time_slice" and getattr(memory, key) != field.default
     }
 
 
@@ -205,6 +205,12 @@ def _unbuilt_faults(memory: MemorySection) -> Iterator[str]:
         yield (
             f"memory.{key}: not built yet: {getattr(memory, key)}; only `rlhf plan` knows it, set "
             f"it to {usual}"
+        )
+    usual_mib = MemorySection.model_fields["stream_mib"].default
+    if memory.optimizer == "device" and memory.stream_mib != usual_mib:
+        yield (
+            f"memory.stream_mib: {memory.stream_mib} has no effect while memory.optimizer is "
+            "device; leave it out, or set memory.optimizer to host"
         )
 
 

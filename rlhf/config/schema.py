@@ -171,7 +171,9 @@ class MemorySection(Section):
     known to `rlhf plan` only)."""
     optimizer: Literal["device", "host"] = "device"
     """Where masters and moments are. host: they pass through the device in two buffers at each
-    update (not built yet: known to `rlhf plan` only)."""
+    update."""
+    stream_mib: PositiveInt = 512
+    """Of each of the two buffers, at most."""
 
 
 class JsonlSource(Section):

@@ -88,12 +88,20 @@ def _moments(
     """Adam's moments and float32 masters, by the names of the weights.
 
     With experts over ranks megatron has two optimizers, else one, and its own form differs between
-    the two; this one has nothing of them but tensors.
+    the two; this one has nothing of them but tensors. They are copies in host memory of the shards
+    of all data parallel ranks. Every one of these ranks has them, gathered by the device. With a
+    state on the host they are gathered there instead, and while saving only the rank that writes
+    them has them.
     """
-    return {
-        i: part.sharded_state_dict(model_state, is_loading, metadata=_metadata())["param_state"]
-        for i, part in enumerate(optimizer.inner.chained_optimizers)
-    }
+    on_host = {"distrib_optim_fully_reshardable_mem_efficient": optimizer.state.on_host}
+    with optimizer.state.shown():
+        return {
+            i: part.sharded_param_state_fully_reshardable(
+                model_state, is_loading, _metadata() | on_host
+            )
+            or {}
+            for i, part in enumerate(optimizer.inner.chained_optimizers)
+        }
 
 
 def _adam_step(optimizer: Optimizer) -> int:
@@ -102,12 +110,11 @@ def _adam_step(optimizer: Optimizer) -> int:
 
 
 def _set_moments(optimizer: Optimizer, loaded: Mapping[int, Any], adam_step: int) -> None:
-    for i, part in enumerate(optimizer.inner.chained_optimizers):
-        state = part.state_dict()
-        for group in state["optimizer"]["param_groups"]:
-            group["step"] = adam_step
-        kind = _metadata()["distrib_optim_sharding_type"]
-        part.load_state_dict({**state, "param_state": loaded[i], "param_state_sharding_type": kind})
+    for group in optimizer.inner.param_groups:
+        group["step"] = adam_step
+    with optimizer.state.shown():
+        for i, part in enumerate(optimizer.inner.chained_optimizers):
+            part.load_parameter_state_from_fully_reshardable(loaded[i])
 
 
 def _metadata() -> dict[str, Any]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from megatron.core.optimizer import OptimizerConfig, clip_grads, get_megatron_optimizer
 
 from rlhf.config.schema import OptimizerSection
+from rlhf.mcore.host_optimizer import HostState
 from rlhf.mcore.model import TrainModel
 from rlhf.mcore.schedule import learning_rate
 from rlhf.platform.megatron_cpu.adam import provide_fused_adam
@@ -22,13 +25,60 @@ class StepStats:
     lr: float
 
 
+class State(Protocol):
+    """Where the masters and moments of this rank's shards are."""
+
+    @property
+    def on_host(self) -> bool: ...
+
+    def update(self) -> None:
+        """Adam from gradients that are ready; the weights follow and are gathered, unless that
+        overlaps the next forward pass. Collective over data parallel ranks."""
+        ...
+
+    def write_shards(self) -> None:
+        """This rank's shards of the weights, from their masters."""
+        ...
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Inside, megatron's optimizers have masters and moments to save and load."""
+        ...
+
+
+class DeviceState:
+    """Where megatron made it."""
+
+    on_host = False
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def update(self) -> None:
+        self._inner.step_with_ready_grads()
+
+    def write_shards(self) -> None:
+        for part in self._inner.chained_optimizers:
+            part._copy_main_params_to_model_params()
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        yield
+
+
 class Optimizer:
     """megatron's DistributedOptimizer with our schedule and clipping."""
 
     def __init__(
-        self, model: TrainModel, inner: Any, cfg: OptimizerSection, total_updates: int
+        self,
+        model: TrainModel,
+        inner: Any,
+        state: State,
+        cfg: OptimizerSection,
+        total_updates: int,
     ) -> None:
         self.inner = inner
+        self.state = state
         self.num_updates = 0
         self._model = model
         self._cfg = cfg
@@ -55,7 +105,7 @@ class Optimizer:
         grad_norm = self._clip(self._cfg.clip_grad or math.inf)
         ok = math.isfinite(grad_norm)
         if ok:
-            self.inner.step_with_ready_grads()
+            self.state.update()
         return StepStats(grad_norm=grad_norm, ok=ok, lr=lr)
 
     def _clip(self, limit: float) -> float:
@@ -106,16 +156,26 @@ class Optimizer:
             for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
                 if group.param_gather_handle is not None:  # still writes what is to be replaced
                     group.start_param_sync(force_sync=True)
-        for part in self.inner.chained_optimizers:
-            part._copy_main_params_to_model_params()
+        self.state.write_shards()
         for chunk in self._model.chunks:
             chunk.start_param_sync(force_sync=True)
 
 
-def build_optimizer(model: TrainModel, cfg: OptimizerSection, total_updates: int) -> Optimizer:
+def build_optimizer(
+    model: TrainModel,
+    cfg: OptimizerSection,
+    total_updates: int,
+    host_buffer_bytes: int | None = None,
+) -> Optimizer:
     """The optimizer of a trainable model whose weights are loaded. Collective over all ranks.
 
-    ``total_updates``: updates of the whole run, over which the learning rate decays.
+    With a state on the host the gradients are released: its masters are made on the device first,
+    one shard of what gradients take there.
+
+    Args:
+        total_updates: updates of the whole run, over which the learning rate decays.
+        host_buffer_bytes: masters and moments are on the host, and at most so many bytes are taken
+            on the device for each of two buffers at an update. None: all are on the device.
     """
     assert all(hasattr(chunk, "ddp_config") for chunk in model.chunks), "the model is frozen"
     provide_fused_adam()
@@ -133,8 +193,16 @@ def build_optimizer(model: TrainModel, cfg: OptimizerSection, total_updates: int
         use_distributed_optimizer=True,
         overlap_param_gather=model.chunks[0].ddp_config.overlap_param_gather,
     )
+    if host_buffer_bytes is not None:
+        model.release_gradients()
     inner = get_megatron_optimizer(settings, model.chunks)
-    for sharded in inner.chained_optimizers:
-        # moments exist from the start, so that a checkpoint before the first update can be written
-        sharded.init_state_fn(sharded.optimizer, settings)
-    return Optimizer(model, inner, cfg, total_updates)
+    state: State = DeviceState(inner)
+    if host_buffer_bytes is not None:
+        parts = inner.chained_optimizers
+        state = HostState(parts, model.chunks, model.device, host_buffer_bytes)
+    else:
+        for sharded in inner.chained_optimizers:
+            # moments exist from the start, so that a checkpoint before the first update can be
+            # written
+            sharded.init_state_fn(sharded.optimizer, settings)
+    return Optimizer(model, inner, state, cfg, total_updates)

@@ -12,18 +12,18 @@ from rlhf.config.schema import (
     TrainSection,
 )
 from rlhf.dist.layout import RolloutLayout, TrainLayout
+from rlhf.memory.chunks import buffer_elements
 from rlhf.memory.table import Region, Regions, Span, residency
 from rlhf.planner.activations import PassBytes, pass_bytes
 from rlhf.planner.engine_memory import derived_bytes, engine_weight_bytes, kv_token_bytes
 from rlhf.planner.train_memory import (
     ModelUse,
+    state_bytes_per_element,
     train_bytes,
 )
 from rlhf.weights.model_shape import ModelShape
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
-STREAM_BYTES = 2 * 512 * 2**20
-"""On the device while it updates from an optimizer state on the host: two buffers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +164,15 @@ def _roles(job: Job) -> tuple[dict[Region, tuple[int, ...]], list[tuple[int, ...
     if job.memory.time_slice == "all":
         host += copies
     for region, sizes in states.items():
-        out[region] = tuple(min(n, STREAM_BYTES) for n in sizes) if on_host else sizes
+        out[region] = tuple(_stream_bytes(job, n) for n in sizes) if on_host else sizes
     return out, host
+
+
+def _stream_bytes(job: Job, state_bytes: int) -> int:
+    """On the device while it updates from a state on the host: two buffers."""
+    element = state_bytes_per_element(job.itemsize)
+    buffer_bytes = job.memory.stream_mib * 2**20
+    return element * sum(buffer_elements(state_bytes // element, buffer_bytes, element))
 
 
 def _use(job: Job, shape: ModelShape) -> ModelUse:

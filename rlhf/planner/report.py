@@ -178,8 +178,9 @@ def _verdict(plan: Plan) -> list[str]:
 
 def not_built(job: Job, machine: Machine) -> list[str]:
     """What a plan may have and a run may not."""
-    usual, engines = type(job.memory)(), job.rollout_layout
-    names = [f"memory.{key}={value}" for key, value in job.memory if value != getattr(usual, key)]
+    engines, names = job.rollout_layout, []
+    if job.memory.time_slice != "engine":
+        names.append(f"memory.time_slice={job.memory.time_slice}")
     if engines.a2a != "none":
         names.append(f"rollout.a2a={engines.a2a}")
     if engines.engine_size > machine.gpus_per_node:

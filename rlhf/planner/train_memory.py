@@ -68,7 +68,7 @@ def train_bytes(use: ModelUse, layout: TrainLayout) -> TrainBytes:
     stages = [_stage(use, layout, pp) for pp in range(layout.pp)]
     owned = [(_owned(stage.dense), _owned(stage.experts)) for stage in stages]
     coords = [layout.coord(rank) for rank in range(layout.world)]
-    per_element = MOMENT_BYTES + (0 if use.itemsize == 4 else MASTER_BYTES)
+    per_element = state_bytes_per_element(use.itemsize)
     return TrainBytes(
         weights=tuple(stages[at.pp].weights for at in coords),
         gradients=tuple(stages[at.pp].gradients for at in coords),
@@ -87,6 +87,11 @@ def _at(owned: tuple[list[int], list[int]], replica: int, expert_replica: int) -
     """What a rank owns of dense parameters and of experts; nothing where there are none."""
     for shares, number in zip(owned, (replica, expert_replica), strict=True):
         yield shares[number] if shares else 0
+
+
+def state_bytes_per_element(itemsize: int) -> int:
+    """Of an optimizer state, for a model whose weights have ``itemsize`` bytes."""
+    return MOMENT_BYTES + (0 if itemsize == 4 else MASTER_BYTES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,17 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf.config.schema import ExpertsSection, ModelSection, OptimizerSection, TrainSection
-from rlhf.dist.layout import TrainLayout
+from rlhf.config.schema import (
+    ExpertsSection,
+    MemorySection,
+    ModelSection,
+    OptimizerSection,
+    RolloutSection,
+    TrainSection,
+)
+from rlhf.dist.layout import RolloutLayout, TrainLayout
+from rlhf.memory.table import Region
+from rlhf.planner.memory import Job, Machine, ledger
 from rlhf.planner.train_memory import Head, ModelUse, train_bytes
 from rlhf.platform.fake_world import fake_groups
 from rlhf.weights.model_shape import load_model_shape
@@ -43,6 +52,7 @@ class Case:
     head: Head = "logprobs"
     trainable: bool = True
     freeze_router: bool = False
+    on_host: bool = False
 
     @property
     def train(self) -> TrainSection:
@@ -98,6 +108,13 @@ BUCKETS = [
     for layout in (TrainLayout(2), TrainLayout(6, tp=2), TrainLayout(4, pp=2))
     for dtype in ITEMSIZES
 ]
+STREAM_MIB = 1
+ON_HOST = [
+    Case("qwen2", TrainLayout(1), (0,), on_host=True),
+    Case("deepseek_v3", TrainLayout(4, ep=4), (1, 3), on_host=True),
+    Case("qwen3", TrainLayout(6, tp=2), (0, 5), "float32", on_host=True),
+]
+"""The state is larger than two buffers, or smaller than one."""
 CASES = list(dict.fromkeys([*FEW, *ALL, *BUCKETS]))
 
 Counts = tuple[int, int, int]
@@ -149,6 +166,8 @@ def _count(folder: str, case: Case, rank: int) -> Counts:
             for chunk in model.chunks
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
         )
+        if case.on_host:
+            return _count_on_host(case, model, sum(weights.values()))
         optimizer = build_optimizer(model, OptimizerSection(lr=1e-3), total_updates=1)
         state = _storages(_state(optimizer.inner))
         masters = {key: size for key, size in state.items() if key not in weights}
@@ -156,6 +175,24 @@ def _count(folder: str, case: Case, rank: int) -> Counts:
     finally:
         parallel.shutdown()
         dist.destroy_process_group()
+
+
+def _count_on_host(case: Case, model: Any, weights: int) -> Counts:
+    """Weights, the device's part of the optimizer state, and the host's."""
+    from rlhf.mcore.optimizer import build_optimizer
+
+    optimizer = build_optimizer(model, OptimizerSection(lr=1e-3), 1, STREAM_MIB * 2**20)
+    params = {p.untyped_storage().data_ptr() for p in model.params.values()}
+    kept = [
+        param
+        for part in optimizer.inner.chained_optimizers
+        for group in part.optimizer.param_groups
+        for param in group["params"]
+        if param.untyped_storage().data_ptr() not in params
+    ]
+    assert sum(_storages(kept).values()) == 0
+    buffers = sum(_storages(optimizer.state.buffers()).values())
+    return weights, buffers, sum(_storages([optimizer.state.rows]).values())
 
 
 def _state(optimizer: Any) -> Iterable[torch.Tensor]:
@@ -228,3 +265,22 @@ def test_the_planner_counts_what_megatron_allocates(folders, megatron, case):
         for rank in case.ranks
     ]
     assert megatron(case) == wanted
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, id=_label(c)) for c in ON_HOST])
+def test_a_state_on_the_host_takes_the_host_and_two_buffers_of_the_device(folders, megatron, case):
+    shape = load_model_shape(folders[case.family])
+    job = Job(
+        shape=shape,
+        train_layout=case.layout,
+        rollout_layout=RolloutLayout(case.layout.world),
+        model=ModelSection(path=folders[case.family], dtype=case.dtype),
+        train=case.train,
+        rollout=RolloutSection(kv_tokens=64),
+        memory=MemorySection(optimizer="host", stream_mib=STREAM_MIB),
+        window_bytes=2**20,
+        longest_tokens=16,
+    )
+    found = ledger(job, Machine(2**40, 2**40, gpus_per_node=1, other_bytes=0))
+    device, weights = found.regions[Region.OPTIMIZER], found.regions[Region.ACTOR]
+    assert megatron(case) == [(weights[r], device[r], found.host[r]) for r in case.ranks]

@@ -21,14 +21,21 @@ SETTINGS = OptimizerSection(lr=1e-3, clip_grad=CLIP, weight_decay=0.01, decay="l
 class Training:
     """Model, optimizer and data; the grid is initialised here and is the caller's to shut down."""
 
-    def __init__(self, rank: int, world: int, folder: str, case: Case) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world: int,
+        folder: str,
+        case: Case,
+        host_buffer_bytes: int | None = None,
+    ) -> None:
         from rlhf.mcore import parallel
         from rlhf.mcore.optimizer import build_optimizer
 
         layout = layout_of(case, world)
         parallel.initialize(layout, timeout_s=60, seed=1)
         shape, _, self.model = build(rank, world, folder, case)
-        self.optimizer = build_optimizer(self.model, SETTINGS, 10)
+        self.optimizer = build_optimizer(self.model, SETTINGS, 10, host_buffer_bytes)
         rows = sequences(shape.vocab_size)
         mine = rows[layout.coord(rank).dp :: layout.dp]
         self.micro = micro_batches(mine, case.micro, alignment(case))

@@ -129,7 +129,7 @@ def test_context_parallelism_needs_nothing_of_heads_or_engines():
             2,
             ["memory.time_slice: not built yet: all", "set it to engine"],
         ),
-        (["memory.optimizer=host"], 2, ["memory.optimizer: not built yet: host", "to device"]),
+        (["memory.stream_mib=4"], 2, ["memory.stream_mib: 4 has no effect while memory.optimizer"]),
         (["rollout.routes=true"], 2, ["rollout.routes: must be false: llama has no routed"]),
         (["rollout.tp=3"], 4, ["rollout: world=4 must be a multiple of tp*pp=3"]),
         (["batch.updates_per_step=3"], 1, ["batch.updates_per_step: 3 must divide", "4*4=16"]),

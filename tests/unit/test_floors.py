@@ -33,6 +33,8 @@ FLOORS = [
         "envs",
         "data",
         "batching",
+        "memory.chunks",
+        "memory.host",
         "memory.table",
         "saved",
         "reshard.balance",

@@ -20,7 +20,13 @@ LARGE = ROOT / "configs" / "grpo_600b.yaml"
 RECIPES = [LARGE, *sorted((ROOT / "configs" / "recipes").glob("*.yaml"))]
 DOC = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
 QWEN = "--model qwen2.5-7b --gpus 8 --train tp=4 --rollout tp=1"
-RUNS_TODAY = {"moonlight_16b_8", "qwen2_5_7b_8", "qwen2_5_7b_8_ppo", "smollm2_135m_1"}
+RUNS_TODAY = {
+    "moonlight_16b_8",
+    "qwen2_5_7b_8",
+    "qwen2_5_7b_8_ppo",
+    "qwen3_30b_8",
+    "smollm2_135m_1",
+}
 GPUS = {"smollm2_135m_1": "--gpu-mem-gb 24 --other-gb 3"}
 BILLION = 1e9
 
@@ -98,7 +104,7 @@ def test_deepseek_v3_on_128_gpus(capsys):
     text = " ".join(_said(capsys, "plan", str(LARGE)).split())
     assert f"{got['kv_tokens_total']:,} in all" in text
     assert "fits: ROLLOUT is the fullest phase" in text
-    assert "memory.optimizer=host, rollout.a2a=deepep, engines of 64 over several" in text
+    assert "memory.time_slice=all, rollout.a2a=deepep, engines of 64 over several" in text
 
 
 def test_seconds_of_a_step_rest_on_the_options_and_the_plan_of_the_reshard(capsys, tmp_path):
