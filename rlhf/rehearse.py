@@ -16,6 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhf.dist.stop import EXIT_STOPPED
+from rlhf.launch import EXIT_USAGE, default_ranks
+
 if TYPE_CHECKING:
     from rlhf.config.schema import Config
     from rlhf.planner.shrink_layout import Layouts
@@ -43,6 +46,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--keep", metavar="DIR", type=Path, help="where the rehearsal runs and stays"
     )
+    parser.add_argument("--resume", action="store_true", help="then also go on from the checkpoint")
     parser.add_argument("--dry-run", action="store_true", help="print what would run, and end")
 
 
@@ -79,7 +83,7 @@ def run(args: Namespace) -> int:
     except ValueError:
         shutil.rmtree(folder)
         raise
-    status = 0 if args.dry_run else _rehearse(config, path, ranks)
+    status = 0 if args.dry_run else _rehearse(config, path, resume=args.resume)
     if args.keep is None and status == 0:
         shutil.rmtree(folder)
     else:
@@ -97,7 +101,6 @@ def _read(args: Namespace) -> _Job:
     from rlhf.config.check import job_faults, rollout_layout, train_layout
     from rlhf.config.faults import ConfigError
     from rlhf.config.load import load_config
-    from rlhf.launch import default_ranks
     from rlhf.planner.shrink_layout import Layouts
     from rlhf.rehearsal.folders import actor_model, value_model
 
@@ -151,8 +154,12 @@ def _model_faults(job: _Job) -> Iterator[str]:
 
 
 def _ranks(args: Namespace, world: int) -> int:
+    from rlhf.dist.device import has_gpu
+
+    gpus = default_ranks() if has_gpu() else None
     if args.ranks is None:
-        return max(n for n in range(1, min(USUAL_RANKS, world) + 1) if world % n == 0)
+        most = min(gpus or USUAL_RANKS, USUAL_RANKS, world)
+        return max(n for n in range(1, most + 1) if world % n == 0)
     if args.ranks < 1:
         raise ValueError(f"--ranks: must be at least 1, is {args.ranks}")
     if args.ranks > world:
@@ -160,6 +167,8 @@ def _ranks(args: Namespace, world: int) -> int:
             f"--ranks: must be at most the {world} ranks of the job (dist.ranks, or --gpus), is "
             f"{args.ranks}"
         )
+    if gpus and args.ranks > gpus:
+        raise ValueError(f"--ranks: must be at most this machine's {gpus} GPUs, is {args.ranks}")
     return int(args.ranks)
 
 
@@ -207,17 +216,18 @@ def _shrink(job: _Job, ranks: int) -> tuple[Layouts, Layers]:
 
 def _print_axes(job: _Job, smaller: Layouts) -> None:
     from rlhf.planner.shrink_layout import ranks_for_all, words_of_needs
-    from rlhf.rehearsal.verdict import table
+    from rlhf.rehearsal.verdict import folded, table
 
     axes = job.layouts.axes(smaller)
     rows: list[tuple[str, Any, Any, str]] = [("ranks", job.world, smaller.train.world, "")]
     rows += [(a.name, a.configured, a.rehearsed, "" if a.kept else "not kept") for a in axes]
     print("\n".join(["", *table(rows)]))
     if lost := [axis.name for axis in axes if not axis.kept]:
-        print(
+        words = (
             f"{smaller.train.world} ranks cannot keep {', '.join(lost)}; "
             f"--ranks {ranks_for_all(job.layouts)} does ({words_of_needs(job.layouts)})"
         )
+        print(folded("", words))
 
 
 def _write(job: _Job, smaller: Layouts, layers: Layers, folder: Path) -> tuple[Config, Path]:
@@ -228,6 +238,7 @@ def _write(job: _Job, smaller: Layouts, layers: Layers, folder: Path) -> tuple[C
     from rlhf.planner.shrink import Place, dropped_keys, shrink_config
     from rlhf.rehearsal.few_rows import take_few
     from rlhf.rehearsal.folders import Folders
+    from rlhf.rehearsal.verdict import folded
 
     config, gpu = job.config, has_gpu()
     folders = Folders(folder, layers, job.layouts, smaller)
@@ -258,7 +269,7 @@ def _write(job: _Job, smaller: Layouts, layers: Layers, folder: Path) -> tuple[C
         notes.append(f"tokenizer: {job.actor.name} comes with none: a token per byte stands in")
     if job.actor.folder is None:
         notes.append(f"model.path: {job.actor.name} has no weights here, which were not looked at")
-    print("\n".join(["", *notes, *few.notes, ""]), flush=True)
+    print("\n".join(["", *(folded("", note) for note in (*notes, *few.notes)), ""]), flush=True)
     return small, path
 
 
@@ -270,20 +281,36 @@ def _print_sizes(job: _Job, shape: ModelShape, small: Config) -> None:
     print("\n".join(["", *table(rows)]))
 
 
-def _rehearse(config: Config, path: Path, ranks: int) -> int:
-    from rlhf.rehearsal.verdict import NOT_SHOWN, read_verdict
-    from rlhf.start import start
+def _rehearse(config: Config, path: Path, *, resume: bool) -> int:
+    """Run, and say what has been shown; 0, or the status of the run that failed."""
+    from rlhf.rehearsal.verdict import NOT_SHOWN, folded, read_verdict, resumed_words
 
     began = time.monotonic()
+    lines: list[str] = []
+    status = _start(config, path)
+    if not status:
+        lines += read_verdict(Path(config.run_dir)).lines()
+    if resume and not status:
+        status = _start(config, path, f"num_steps={config.num_steps + 1}")
+        lines += [] if status else [resumed_words(Path(config.run_dir), config.num_steps)]
+    seconds = time.monotonic() - began
+    print("\n".join(["", *lines]))
+    if status:
+        ended = "was stopped" if status == EXIT_STOPPED else "failed"
+        print(f"the rehearsal {ended} after {seconds:.0f} s, with exit status {status}: see above")
+        return status
+    print(folded("not shown", NOT_SHOWN))
+    print(f"the rehearsal ran on {config.dist.ranks} ranks in {seconds:.0f} s")
+    return 0
+
+
+def _start(config: Config, path: Path, *overrides: str) -> int:
+    """As ``rlhf train`` does."""
+    from rlhf.config.load import load_config
+    from rlhf.start import start
+
     try:
-        status = start(config, str(path), [str(path)])
+        return start(load_config(path, overrides), str(path), [str(path), *overrides])
     except ValueError as error:
         print(error, file=sys.stderr)
-        status = 2
-    seconds = time.monotonic() - began
-    if status:
-        print(f"\nthe rehearsal failed after {seconds:.0f} s, with exit status {status}: see above")
-        return status
-    print("\n".join(["", *read_verdict(Path(config.run_dir)).lines(), NOT_SHOWN]))
-    print(f"the rehearsal ran on {ranks} ranks in {seconds:.0f} s")
-    return 0
+        return EXIT_USAGE

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 from rlhf.dist.layout import TrainLayout
@@ -50,31 +51,22 @@ def shrink_layers(shape: ModelShape, full: TrainLayout, smaller: Layouts) -> Lay
     Raises:
         LayoutError: the configured layout cannot hold the model's layers.
     """
-    dense = shape.moe.first_dense if shape.moe is not None else 0
     counts = _per_stage(full, shape.num_layers)
-    mixed = 0 < dense < counts[0]
-    pp, engine_stages = smaller.train.pp, smaller.rollout.pp
-    if pp == 1:
-        total = max(2, engine_stages)
-        return Layers(total, None, None, 1, _first_dense(dense, shape.num_layers, total))
-    vpp = 2 if full.vpp > 1 else 1
-    ends = {0: full.first, pp - 1: full.last}
+    pp = smaller.train.pp
+    vpp = 2 if full.vpp > 1 and pp > 1 else 1
+    first, last = (full.first, full.last) if pp > 1 else (None, None)
     middle = next((n for s, n in enumerate(counts) if not _is_end(s, full)), counts[0])
-    wanted = [ends[s] if ends.get(s) is not None else middle for s in range(pp)]
-    levels = sorted({n for n in wanted if n is not None})
-    step = 0
-    while True:
-        few = [(levels.index(n) + 1 + step) * vpp for n in wanted if n is not None]
-        if sum(few) >= engine_stages and (few[0] > 1 or not mixed):
-            break
-        step += 1
-    return Layers(
-        total=sum(few),
-        first=few[0] if full.first is not None else None,
-        last=few[-1] if full.last is not None else None,
-        vpp=vpp,
-        first_dense=_first_dense(dense, counts[0], few[0]),
-    )
+    wanted = [middle] * pp
+    wanted[0] = first or wanted[0]
+    wanted[-1] = last or wanted[-1]
+    levels = sorted(set(wanted))
+    for more in count():
+        few = [(levels.index(n) + 1 + more) * vpp for n in wanted]
+        layout = replace(smaller.train, vpp=vpp, first=first and few[0], last=last and few[-1])
+        dense = _first_dense(shape, full, layout, sum(few))
+        if dense is not None and sum(few) >= max(2, smaller.rollout.pp):
+            return Layers(sum(few), layout.first, layout.last, vpp, dense)
+    raise AssertionError("there are always enough layers")
 
 
 def _per_stage(layout: TrainLayout, layers: int) -> list[int]:
@@ -89,9 +81,24 @@ def _is_end(stage: int, layout: TrainLayout) -> bool:
     return first or (stage == layout.pp - 1 and layout.last is not None)
 
 
-def _first_dense(dense: int, of: int, few: int) -> int:
-    """Dense layers among the first ``few``, as there are ``dense`` at the start of ``of``."""
-    return few if dense >= of else min(dense, few - 1, 1)
+def _first_dense(
+    shape: ModelShape, full: TrainLayout, smaller: TrainLayout, layers: int
+) -> int | None:
+    """So many dense layers that the first stage has the kinds of layers that it has now, and so has
+    the model; None: with so few ``layers`` it cannot."""
+    dense = shape.moe.first_dense if shape.moe is not None else 0
+    wanted = _kinds(full, shape.num_layers, dense)
+    for n in range(layers + 1):
+        got = _kinds(smaller, layers, n)
+        if got == wanted or (smaller.pp == 1 and got[1] == wanted[1]):
+            return n
+    return None
+
+
+def _kinds(layout: TrainLayout, layers: int, dense: int) -> tuple[set[bool], set[bool]]:
+    """Whether layers have experts: of the first stage, of the model."""
+    first = [n for chunk in range(layout.vpp) for n in layout.layers(layers, 0, chunk)]
+    return {n >= dense for n in first}, {n >= dense for n in range(layers)}
 
 
 def shrink_model(

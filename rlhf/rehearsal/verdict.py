@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlhf.saved import complete_steps
 
+WIDTH, INDENT = 88, 9
 NOT_SHOWN = (
-    "not shown: GPU kernels and collectives, memory at full size (`rlhf plan`), speed "
+    "GPU kernels and collectives, memory at full size (`rlhf plan`), speed "
     "(`rlhf explain` for the reshard), learning"
 )
 
@@ -30,23 +32,20 @@ class Verdict:
     def lines(self) -> list[str]:
         """What ran, as a person reads it."""
         phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.seconds.items())
-        saved = ", ".join(f"step {n}" for n in self.checkpoints)
         norms = ", ".join(f"{name} {value:.2g}" for name, value in self.grad_norms.items())
-        out = [
-            f"ran      {self.steps} steps; seconds of the phases: {phases}",
-            f"reshard  {self.steps + 1} times"
-            + (", what engines hold has the checksums of what was sent" if self.verified else ""),
-            f"agree    rollout and trainer within {self.worst_gap:.2g} nats per token (mean of the "
-            "worse step)",
-            f"learn    largest gradient norm: {norms}",
-            f"saved    {saved}" + ("; exported as a Hugging Face folder" if self.exported else ""),
-        ]
-        if not any(self.grad_norms.values()):
-            out.append(
-                "         no gradient: all answers to a prompt earned the same, as those of a "
-                "random model do under a rule"
-            )
-        return out
+        saved = ", ".join(f"step {n}" for n in self.checkpoints)
+        equal = ", what engines hold has the checksums of what was sent" if self.verified else ""
+        none = ": all answers to a prompt earned the same, as a random model's do under a rule"
+        signal = "" if any(self.grad_norms.values()) else none
+        words = {
+            "ran": f"{self.steps} steps; seconds of the phases: {phases}",
+            "reshard": f"{self.steps + 1} times{equal}",
+            "agree": f"rollout and trainer within {self.worst_gap:.2g} nats per token (mean of "
+            "the worse step)",
+            "learn": f"largest gradient norm: {norms}{signal}",
+            "saved": saved + ("; exported as a Hugging Face folder" if self.exported else ""),
+        }
+        return [folded(name, text) for name, text in words.items()]
 
 
 def read_verdict(run_dir: Path) -> Verdict:
@@ -75,6 +74,23 @@ def read_verdict(run_dir: Path) -> Verdict:
     )
 
 
+def resumed_words(run_dir: Path, first_step: int) -> str:
+    """Of a run that went on from the checkpoint of ``first_step``.
+
+    Raises:
+        RuntimeError: it began elsewhere.
+    """
+    text = (run_dir / "metrics.jsonl").read_text(encoding="utf-8")
+    steps = [
+        row["step"] for line in text.splitlines() if "reward/mean" in (row := json.loads(line))
+    ]
+    if steps != list(range(first_step + 1)):
+        raise RuntimeError(
+            f"{run_dir}: after a resume steps must be 0 to {first_step}, are {steps}"
+        )
+    return folded("resumed", f"from the checkpoint of step {first_step}: one more step")
+
+
 def table(rows: list[tuple[str, Any, Any, str]]) -> list[str]:
     """``configured -> rehearsed``; the last column is a remark."""
     head = f"{'':<28}{'configured':>12}{'rehearsed':>12}"
@@ -83,3 +99,10 @@ def table(rows: list[tuple[str, Any, Any, str]]) -> list[str]:
         for name, configured, rehearsed, remark in rows
     ]
     return [head, "-" * len(head), *lines]
+
+
+def folded(name: str, text: str) -> str:
+    """A line, or several with the name in front of the first."""
+    indent = INDENT if name else 2
+    head = f"{name:<{INDENT}}" if name else ""
+    return textwrap.fill(text, WIDTH, initial_indent=head, subsequent_indent=" " * indent)

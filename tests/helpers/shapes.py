@@ -56,6 +56,11 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
 
 def make_shape(family: str = "llama", **settings: Any) -> ModelShape:
     """Sizes are pairwise different, so that a swapped dim cannot hide."""
+    return parse_model_shape(make_raw(family, **settings))
+
+
+def make_raw(family: str = "llama", **settings: Any) -> dict[str, Any]:
+    """The ``config.json`` object of :func:`make_shape`."""
     raw = {
         "vocab_size": 131,
         "hidden_size": 20,
@@ -67,7 +72,7 @@ def make_shape(family: str = "llama", **settings: Any) -> ModelShape:
         "max_position_embeddings": 64,
         "tie_word_embeddings": False,
     }
-    return parse_model_shape({**raw, **MODELS[family], **settings})
+    return {**raw, **MODELS[family], **settings}
 
 
 def make_experts(**changes: Any) -> MoEShape:
