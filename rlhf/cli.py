@@ -13,6 +13,7 @@ from rlhf.ending import outlive_stdout
 from rlhf.explain import add_arguments as add_explain_arguments
 from rlhf.plan import add_arguments as add_plan_arguments
 from rlhf.rehearse import add_arguments as add_rehearse_arguments
+from rlhf.tune.command import add_arguments as add_tune_arguments
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,6 +43,9 @@ def _parser() -> argparse.ArgumentParser:
     explain = commands.add_parser("explain", help="what moving the weights to the engines costs")
     add_explain_arguments(explain)
     explain.set_defaults(run=_explain)
+    tune = commands.add_parser("tune", help="measure settings and the machine's constants")
+    add_tune_arguments(tune)
+    tune.set_defaults(run=_tune)
     report = commands.add_parser("report", help="where the time of a run went, and what it gave")
     report.add_argument("folder", type=Path, metavar="RUN", help="folder of a run")
     report.add_argument("--json", action="store_true")
@@ -132,6 +136,13 @@ def _plan(args: argparse.Namespace) -> int:
 
 def _explain(args: argparse.Namespace) -> int:
     from rlhf.explain import run
+
+    print(run(args))
+    return 0
+
+
+def _tune(args: argparse.Namespace) -> int:
+    from rlhf.tune.command import run
 
     print(run(args))
     return 0

@@ -150,23 +150,24 @@ def _probe(
     )
 
 
-def _budget(plan: Plan) -> Budget:
+def _budget(plan: Plan, tokens: int | None = None) -> Budget:
     train = plan.config.train
     return Budget(
-        tokens=train.tokens_per_microbatch,
+        tokens=tokens or train.tokens_per_microbatch,
         align=sequence_multiple(train.tp, train.cp, train.sequence_parallel),
         multiple=train.pp if train.vpp > 1 else 1,
     )
 
 
-def build_batcher(ground: Ground, algorithm: Algorithm) -> Batcher:
+def build_batcher(ground: Ground, algorithm: Algorithm, tokens: int | None = None) -> Batcher:
+    """``tokens``: budget of a micro-batch; None: that of the configuration."""
     plan = ground.plan
     return Batcher(
         rule=algorithm,
         layout=plan.train,
         group=ground.group,
         gate=ground.gate,
-        budget=_budget(plan),
+        budget=_budget(plan, tokens),
         cost=sequence_cost(plan.shape),
         num_updates=plan.config.batch.updates_per_step,
         device=ground.device,

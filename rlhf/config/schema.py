@@ -352,6 +352,9 @@ class TrackSection(Section):
     """Warn when the mean |rollout_logprobs - old_logprobs| of a step is above this."""
     samples_every: Count = 5
     """Steps between written samples; 0 = off."""
+    calibration: Text | None = None
+    """File of `rlhf tune` with the constants of this machine, by which the run's plan predicts its
+    seconds; empty: those of an H100, without a GPU of a processor."""
 
 
 class DistSection(Section):
