@@ -45,10 +45,11 @@ class Entry:
 CHECKS = (
     Entry("group", "group", 1, 60.0),
     Entry("window", "window", 1, 90.0),
-    Entry("storages", "tensors", 1, 60.0),
-    Entry("copies", "tensors", 1, 60.0),
-    Entry("logprobs", "tensors", 1, 60.0),
+    Entry("storages", "tensors", 1, 40.0),
+    Entry("copies", "tensors", 1, 40.0),
+    Entry("logprobs", "tensors", 1, 40.0),
     Entry("model", "model", 1, 120.0),
+    Entry("host_state", "host_state", 1, 90.0),
     Entry("engine", "engine", 2, 300.0),
 )
 

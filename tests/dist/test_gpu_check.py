@@ -1,4 +1,4 @@
-"""The check of a megatron model on a GPU, on a CPU."""
+"""The checks with a megatron model on a GPU, on a CPU."""
 
 from __future__ import annotations
 
@@ -14,6 +14,15 @@ def test_the_model_in_bfloat16_is_that_in_float32_nearly():
     # bfloat16 is seen, and the update is far larger than what is lost
     assert outcome.figures["logprobs_off"] > 1e-4
     assert outcome.figures["update"] > 20 * outcome.figures["logprobs_off_after_update"]
+
+
+def test_a_state_on_the_host_is_that_on_the_device():
+    (entry,) = (c for c in gpu_check.CHECKS if c.name == "host_state")
+    (outcome,) = gpu_check.run_all([entry], "cpu", 240.0)
+    assert outcome.ok, outcome.error
+    # weights, masters and two moments of each parameter
+    assert outcome.figures["equal_tensors"] % 4 == 0
+    assert outcome.figures["gb_per_s"] > 0
 
 
 def test_every_check_is_a_function_of_its_module():

@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 
+from tests.e2e.test_ppo import ppo_config
 from tests.e2e.test_runs import numbers
 from tests.helpers.runs import rlhf, tiny_config
 
@@ -49,3 +50,15 @@ def test_a_run_with_its_state_on_the_host_is_the_same_from_first_to_last(device,
     _, steps = device
     assert _run(tmp_path / "host", *HOST) == steps
     assert _run(tmp_path / "back", saved_by=tmp_path / "host") == steps[2:]
+
+
+@pytest.mark.slow
+def test_a_critic_has_its_state_on_the_host_too(tmp_path):
+    """PPO in float32, where only the moments move."""
+    runs = []
+    for name, overrides in (("device", ()), ("host", HOST)):
+        status, _, err = rlhf("train", str(ppo_config(tmp_path / name)), "num_steps=2", *overrides)
+        assert status == 0, err
+        runs.append([line for line in numbers(tmp_path / name / "run") if "step" in line])
+    assert "critic/grad_norm" in runs[0][-1]
+    assert runs[0] == runs[1]

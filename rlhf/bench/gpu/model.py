@@ -100,7 +100,7 @@ def passes(dtype: str, device: torch.device) -> dict[str, Tensor]:
             shape = parse_model_shape(CONFIG)
             section = ModelSection(path="none", dtype=dtype)
             model = build_model(shape, layout, section, TrainSection(), trainable=True)
-            _fill(model)
+            fill_weights(model)
             settings = OptimizerSection(lr=1e-3, clip_grad=0.0, weight_decay=0.0)
             optimizer = build_optimizer(model, settings, 1)
             micro = [_micro_batch(model.device)]
@@ -119,7 +119,7 @@ def passes(dtype: str, device: torch.device) -> dict[str, Tensor]:
             parallel.shutdown()
 
 
-def _fill(model: TrainModel) -> None:
+def fill_weights(model: TrainModel) -> None:
     """Weights that depend on nothing but their names' order; all are exact in bfloat16."""
     generator = torch.Generator().manual_seed(0)
     for name in sorted(model.params):
