@@ -29,7 +29,7 @@ SETTINGS = OptimizerSection(lr=1e-3, clip_grad=1.0, weight_decay=0.1)
 
 
 def check_host_state(device: torch.device, sizes: Sizes) -> Figures:
-    """Weights, masters and moments are equal bit by bit; copies go to and fro at ``gb_per_s``."""
+    """Weights, masters and moments are equal bit by bit; copies go both ways at ``gb_per_s``."""
     megatron_cpu.install()
     if device.type == "cuda":
         torch.cuda.set_device(device)
