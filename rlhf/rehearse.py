@@ -87,7 +87,7 @@ def run(args: Namespace) -> int:
     if args.keep is None and status == 0:
         shutil.rmtree(folder)
     else:
-        print(f"kept     {folder}")
+        print(f"kept       {folder}")
     if not fits:
         print("but it does not fit: see above, and `rlhf plan`")
     return 1 if status or not fits else 0

@@ -15,6 +15,7 @@ from rlhf.config.schema import (
     Config,
     CriticSection,
     DataSection,
+    MemorySection,
     OptimizerSection,
     RolloutSection,
     TrainSection,
@@ -92,7 +93,7 @@ def shrink_config(
         "train": _train(config, smaller, layers, place),
         "rollout": _rollout(config, full, smaller, batch, place),
         "reshard": _changed(config.reshard, window_mib=WINDOW_MIB, verify_every=1),
-        "memory": _changed(config.memory, **unbuilt_memory(config.memory)),
+        "memory": _memory(config.memory),
         "data": place.data,
         "algorithm": _algorithm(config),
         "batch": batch,
@@ -206,6 +207,14 @@ def _algorithm(config: Config) -> Any:
     if algorithm.fixed_length_tokens is not None:
         values["fixed_length_tokens"] = _answer(config)
     return _changed(algorithm, **values)
+
+
+def _memory(memory: MemorySection) -> Any:
+    """Buffers through which an optimizer state passes in several pieces."""
+    values: dict[str, Any] = dict(unbuilt_memory(memory))
+    if memory.optimizer == "host":
+        values["stream_mib"] = WINDOW_MIB
+    return _changed(memory, **values)
 
 
 def _critic(critic: CriticSection | None, place: Place, updates: int) -> CriticSection | None:

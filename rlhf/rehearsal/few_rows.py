@@ -74,8 +74,9 @@ class _Taker:
         return self._shortest(source, target, num)
 
     def longest(self, source: JsonlSource | ReasoningGymSource) -> int:
-        """Tokens of its longest prompt that fits."""
-        return max(len(p.token_ids) for p in load_prompts(source, self.tokenizer, self.limit))
+        """Tokens of its longest prompt that fits; the limit is not one of stand-ins."""
+        limit = NO_LIMIT if source.name in self.absent else self.limit
+        return max(len(p.token_ids) for p in load_prompts(source, self.tokenizer, limit))
 
     def _shortest(self, source: JsonlSource, target: Path, num: int) -> JsonlSource:
         with open(source.path, "rb") as file:

@@ -42,6 +42,7 @@ KEYS = (
     "batch.updates_per_step",
     "reshard.window_mib",
     "reshard.verify_every",
+    "memory.stream_mib",
     "checkpoint.every",
     "algorithm.skip_zero_signal",
 )

@@ -10,7 +10,7 @@ from typing import Any
 
 from rlhf.saved import complete_steps
 
-WIDTH, INDENT = 88, 9
+WIDTH, INDENT = 88, 11
 NOT_SHOWN = (
     "GPU kernels and collectives, memory at full size (`rlhf plan`), speed "
     "(`rlhf explain` for the reshard), learning"

@@ -26,9 +26,9 @@ def test_671b_on_128_gpus_runs_on_four_ranks(tmp_path):
         "train.pp                               4           2",
         "train.cp                               4           1  not kept",
         "rollout.a2a: deepep -> none: not supported yet",
-        "ran      2 steps",
-        "reshard  3 times, what engines hold has the checksums of what was sent",
-        "saved    step 1, step 2; exported as a Hugging Face folder",
+        "ran        2 steps",
+        "reshard    3 times, what engines hold has the checksums of what was sent",
+        "saved      step 1, step 2; exported as a Hugging Face folder",
         "the rehearsal ran on 4 ranks",
     ):
         assert line in out, line
@@ -44,7 +44,7 @@ def test_ppo_of_a_dense_model_runs_on_two_ranks_and_goes_on(tmp_path):
     assert [row["step"] for row in steps] == [0, 1, 2]
     assert all(row["critic/grad_norm"] > 0 for row in steps)
     assert ["optim/grad_norm" in row for row in steps] == [False, True, True], "warm-up of one step"
-    assert "resumed  from the checkpoint of step 2: one more step" in out
+    assert "resumed    from the checkpoint of step 2: one more step" in out
 
 
 def test_own_rows_reward_and_tokenizer_are_used_and_what_fails_is_told(tmp_path):
@@ -61,7 +61,7 @@ def test_own_rows_reward_and_tokenizer_are_used_and_what_fails_is_told(tmp_path)
     assert f"reward {tmp_path / 'reward.py'}:share_of_letters raised on prompt copy/" in err
     assert "no such unit: " in err
     assert "the rehearsal failed after" in out
-    assert f"kept     {kept}" in out
+    assert f"kept       {kept}" in out
     lines = (tmp_path / "train.jsonl").read_text(encoding="utf-8").splitlines()
     few = (kept / "train.0.jsonl").read_text(encoding="utf-8").splitlines()
     assert len(few) == 16

@@ -6,11 +6,15 @@ import shlex
 from pathlib import Path
 
 import pytest
+import yaml
 
 from rlhf.cli import main
 from rlhf.config.load import load_config
+from rlhf.data.byte_tokenizer import write_byte_tokenizer
 from rlhf.preflight import check, check_data
 from rlhf.weights.find_model import find_model
+from rlhf.weights.random_model import write_random_model
+from tests.helpers.shapes import make_raw
 
 ROOT = Path(__file__).parents[2]
 LARGE = ROOT / "configs" / "grpo_600b.yaml"
@@ -70,7 +74,14 @@ def test_a_rehearsal_passes_the_checks_of_a_run(capsys, tmp_path, path, ranks):
     config = load_config(tmp_path / "kept" / "rehearsal.yaml")
     shape = check(config, ranks, "rehearsal")
     check_data(config)
-    full = find_model(load_config(path).model.path)
+    own = load_config(path)
+    assert config.memory.optimizer == own.memory.optimizer
+    for name in ("dtype", "fp32_head"):
+        assert getattr(config.model, name) == getattr(own.model, name)
+    assert config.train.recompute == own.train.recompute
+    assert config.algorithm.kl == own.algorithm.kl
+    assert (config.critic is None) == (own.critic is None)
+    full = find_model(own.model.path)
     for name in ("family", "tied_embeddings", "qkv_bias", "qk_norm", "norm_eps", "rope_scaling"):
         assert getattr(shape, name) == getattr(full, name)
     assert (shape.num_kv_heads < shape.num_heads) == (full.num_kv_heads < full.num_heads)
@@ -105,3 +116,59 @@ def test_one_rank_is_too_few_and_the_message_says_which_axis_needs_how_many(caps
     assert "--ranks: must be at least 2, is 1" in text
     assert "2 ranks keep train.pp, rollout.tp, rollout.ep, rollout.dp; 4 ranks keep" in text
     assert text.rstrip().endswith("8 keep all")
+
+
+@pytest.fixture
+def own(tmp_path):
+    """A user's folders, all of them: actor, critic, reward model; PPO on four ranks."""
+    for name, head in (("actor", False), ("critic", False), ("judge", True)):
+        raw = make_raw("qwen3", head_dim=4, vocab_size=320)
+        write_random_model(tmp_path / name, raw, "bfloat16", seed=1, head=head)
+        write_byte_tokenizer(tmp_path / name)
+    config = {
+        "run_dir": str(tmp_path / "run"),
+        "num_steps": 100,
+        "model": {"path": str(tmp_path / "actor")},
+        "dist": {"ranks": 4},
+        "train": {"tp": 2, "pp": 2, "sequence_parallel": True, "tokens_per_microbatch": 64},
+        "rollout": {"tp": 2, "sampling": {"max_new_tokens": 16}},
+        "data": {
+            "train": [{"type": "jsonl", "name": "sums", "path": str(tmp_path / "absent.jsonl")}],
+            "max_prompt_tokens": 16,
+        },
+        "algorithm": {"name": "ppo", "kl": {"place": "reward", "coef": 0.01}},
+        "batch": {"prompts_per_step": 8, "samples_per_prompt": 1, "updates_per_step": 4},
+        "optimizer": {"lr": 1e-5, "warmup_steps": 20, "decay": "cosine"},
+        "critic": {"path": str(tmp_path / "critic"), "optimizer": {"lr": 1e-5}, "warmup_steps": 9},
+        "reward_model": {"path": str(tmp_path / "judge")},
+    }
+    path = tmp_path / "own.yaml"
+    path.write_text(yaml.safe_dump(config), encoding="utf-8")
+    return path
+
+
+def test_all_roles_of_a_user_are_made_small_and_pass_the_checks(capsys, tmp_path, own):
+    kept = tmp_path / "kept"
+    assert main(["rehearse", str(own), "--ranks", "2", "--keep", str(kept), "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "has no weights here" not in out
+    assert "comes with none" not in out
+    config = load_config(kept / "rehearsal.yaml")
+    assert config.critic.path == str(kept / "critic")
+    assert config.reward_model.path == str(kept / "reward_model")
+    assert (config.critic.warmup_steps, config.optimizer.warmup_steps) == (1, 1)
+    check(config, 2, "rehearsal")
+    check_data(config)
+
+
+def test_folders_are_looked_at_before_anything_is_made_small(capsys, tmp_path, own):
+    raw = make_raw("qwen3", head_dim=4, vocab_size=384)
+    write_random_model(tmp_path / "critic", raw, "bfloat16", seed=1)
+    facts = tmp_path / "actor" / "config.json"
+    facts.write_text(facts.read_text().replace('"num_hidden_layers": 4', '"num_hidden_layers": 6'))
+    text = _refused(capsys, f"{own} --ranks 2")
+    assert f"{own}:model.path: {tmp_path / 'actor'}: model.layers.4." in text
+    assert f"{own}:critic.path: {tmp_path / 'critic'} has a vocabulary of 384, the actor" in text
+    text = _refused(capsys, f"{own} reward_model.path={tmp_path / 'critic'} --ranks 2")
+    assert "reward_model.path: " in text
+    assert "must be a sequence classifier" in text
