@@ -56,11 +56,17 @@ class Cluster:
             *("sbatch", "--parsable", f"--nodes={nodes}", f"--output={log}", "--time=10"),
             "--signal=B:USR1@60",
             *("launch/grpo_600b.sh", *settings),
-            **{**shown, "MAX_RESTARTS": "0", "PYTHON": os.sys.executable, **variables},
+            **{
+                **shown,
+                "MAX_RESTARTS": "0",
+                "PREFLIGHT": "0",
+                "PYTHON": os.sys.executable,
+                **variables,
+            },
         )
         return Job(self, int(out), log)
 
-    def tasks_of(self, nodelist: str) -> list[str]:
+    def hosts(self, nodelist: str) -> list[str]:
         return self.run("scontrol", "show", "hostnames", nodelist).split()
 
 

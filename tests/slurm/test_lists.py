@@ -15,4 +15,4 @@ LISTS = [
 
 @pytest.mark.parametrize("text", LISTS)
 def test_hosts_are_those_of_scontrol(cluster, text):
-    assert expand_nodelist(text) == cluster.tasks_of(text)
+    assert expand_nodelist(text) == cluster.hosts(text)
