@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,8 +13,9 @@ from rlhf.config.schema import Config
 from rlhf.dist.device import has_gpu
 from rlhf.dist.patience import Limits
 from rlhf.dist.scratch import Scratch, lent_name
+from rlhf.dist.slurm import is_srun_task, read_task
 from rlhf.dist.stop import Stopper
-from rlhf.dist.world import World, join_world
+from rlhf.dist.world import World, join_world, read_ports
 from rlhf.ground import Closer, Ground, Plan
 from rlhf.preflight import check
 
@@ -92,6 +94,17 @@ def engine_seed(seed: int, engine: int, num_engines: int) -> int:
     return (seed * num_engines + engine) % 2**32
 
 
+def first_port(world: World, environ: Mapping[str, str] = os.environ) -> int | None:
+    """Of the planned ports of the engine that this rank leads; None: it shall look for free ones,
+    as several runs may share a node outside a Slurm step of several tasks.
+    """
+    if not is_srun_task(environ) or read_task(environ).size == 1:
+        return None
+    node, num_nodes = world.rank // world.local_size, world.size // world.local_size
+    ports = read_ports(environ, node, num_nodes, world.local_size)
+    return ports.engine(world.local_rank)[0] if ports is not None else None
+
+
 def _launch_engine(plan: Plan, stopper: Stopper, closers: list[Closer]) -> EngineHost | None:
     """The host process of this rank's engine if it leads one; returns while it still starts."""
     from rlhf.rollout.engine import EngineSpec
@@ -124,6 +137,7 @@ def _launch_engine(plan: Plan, stopper: Stopper, closers: list[Closer]) -> Engin
         pp=rollout.pp,
         cores=cores_from(plan.world, plan.rollout.engine_size),
         first_device=plan.world.device_index,
+        first_port=first_port(plan.world),
         fp32_head=model.fp32_head,
         deterministic=rollout.deterministic,
         prefix_cache=rollout.prefix_cache,

@@ -36,6 +36,11 @@ class PortPlan:
         """Where the preflight's store listens, on the first node."""
         return self.base + 1
 
+    @property
+    def probe(self) -> int:
+        """Where each node's preflight lets the others try to reach it."""
+        return self.base + 2
+
     def engine(self, number: int, dp_rank: int = 0) -> range:
         """Ports of one engine of the node, or of one of its data-parallel ranks.
 

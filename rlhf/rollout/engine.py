@@ -68,6 +68,8 @@ class EngineSpec:
     pp: int = 1
     cores: tuple[int, ...] = (0,)
     first_device: int = 0
+    first_port: int | None = None
+    """Of its ENGINE_PORTS; None: it looks for free ones."""
     fp32_head: bool = True
     deterministic: bool = True
     prefix_cache: bool = True

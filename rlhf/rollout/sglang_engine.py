@@ -23,6 +23,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.scheduler import run_scheduler_process
 from sglang.srt.server_args import DP_ATTENTION_HANDSHAKE_PORT_DELTA, ZMQ_TCP_PORT_DELTA
 
+from rlhf.dist.ports import ENGINE_PORTS
 from rlhf.dist.scratch import lent_name, note_process
 from rlhf.rollout.engine import RESERVED_TOKENS, EngineSpec, SampleRequest, scheduler_name
 from rlhf.rollout.lifeline import die_with_parent, write_obituary
@@ -36,6 +37,11 @@ DERIVED_PORTS = (
     *range(ZMQ_TCP_PORT_DELTA, ZMQ_TCP_PORT_DELTA + 7),
 )
 """What SGLang binds with DP-attention, counted from ``port``."""
+
+
+NCCL_PORT = ENGINE_PORTS - 1
+"""Behind the first of planned ports. SGLang binds the first, with DP-attention the next six and
+that DP_ATTENTION_HANDSHAKE_PORT_DELTA behind."""
 
 
 def server_args(spec: EngineSpec) -> dict[str, Any]:
@@ -94,6 +100,10 @@ def _layout_args(spec: EngineSpec) -> dict[str, Any]:
     args = cut_args(tp=spec.tp, dp=spec.dp, ep=spec.ep, pp=spec.pp, has_experts=has_experts)
     if spec.dp > 1:
         args["enable_dp_attention_local_control_broadcast"] = True  # wakes every group at once
+    if spec.first_port is not None:
+        args["dist_init_addr"] = f"127.0.0.1:{spec.first_port}"
+        args["nccl_port"] = spec.first_port + NCCL_PORT
+    elif spec.dp > 1:
         args["port"] = _free_port()
     return args
 

@@ -1,4 +1,4 @@
-"""Ranks of one node, started as a launcher starts them, share one zygote."""
+"""Ranks of one node, started as a launcher starts them, share one zygote; engines keep to ports."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
+from rlhf.dist.ports import ENGINE_PORTS, plan_ports
 from rlhf.rollout.lifeline import open_pidfd, wait_gone
+from rlhf.rollout.zygote import Zygote
+from tests.e2e.engine_case import engine_case
 from tests.helpers.tiny_models import make_tiny
 
 LAUNCHER = {
@@ -70,3 +74,23 @@ def test_ranks_of_a_node_share_one_zygote_and_leave_nothing(
     for fd in fds:
         if fd is not None:
             os.close(fd)
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_an_engine_with_planned_ports_listens_on_no_other(
+    zygote: Zygote, tmp_path: Path, dp: int
+) -> None:
+    """But on those that the kernel gives out itself."""
+    folder = make_tiny(tmp_path / "hf", "qwen3")
+    first = plan_ports(os.getpid(), 0, 1, 1, ENGINE_PORTS).engine(0)[0]
+    kernels = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii")
+    with engine_case(folder, zygote, tp=2, dp=dp, first_port=first) as case:
+        found = [
+            connection.laddr.port
+            for pid in case.info.pids.values()
+            for connection in psutil.Process(pid).net_connections("tcp")
+            if connection.status == psutil.CONN_LISTEN
+        ]
+    planned = [port for port in found if port < int(kernels.split()[0])]
+    assert planned
+    assert set(planned) <= set(range(first, first + ENGINE_PORTS))
