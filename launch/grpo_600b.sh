@@ -14,6 +14,7 @@
 #   LOGS            folder for output: LOGS/NAME-JOB/attempt-N/rank00000.log (PROJECT/logs)
 #   STARTER         node: one task per node starts the node's ranks; rank: one task per rank (node)
 #   RANKS_PER_NODE  (as many as GPUs, 1 without)       GPUS_PER_NODE  (as many as were asked for)
+#   PREFLIGHT       1: look at all nodes before anything is loaded; 0: do not (1)
 #   MAX_RESTARTS    times that a failed run is requeued by itself (3); one that was asked to stop
 #                   (near the time limit, or by scancel --batch --signal=USR1 JOB) always is
 #   DRY_RUN         1: print, start nothing (0)

@@ -53,6 +53,15 @@ def _parser() -> argparse.ArgumentParser:
     rehearse = commands.add_parser("rehearse", help="does it run: the same job, small, on N ranks")
     add_rehearse_arguments(rehearse)
     rehearse.set_defaults(run=_rehearse)
+    preflight = commands.add_parser(
+        "preflight", help="is every node fit for this job; run by srun, once per node"
+    )
+    preflight.add_argument("config", help="YAML file")
+    preflight.add_argument("overrides", nargs="*", metavar="a.b=c", help="changed settings")
+    preflight.add_argument(
+        "--unfit", metavar="FILE", type=Path, help="write the names of unfit nodes there"
+    )
+    preflight.set_defaults(run=_preflight)
     doctor = commands.add_parser("doctor", help="what is installed, what is missing, what it costs")
     doctor.add_argument("--json", action="store_true")
     doctor.add_argument(
@@ -162,6 +171,12 @@ def _report(args: argparse.Namespace) -> int:
 
 def _rehearse(args: argparse.Namespace) -> int:
     from rlhf.rehearse import run
+
+    return run(args)
+
+
+def _preflight(args: argparse.Namespace) -> int:
+    from rlhf.cluster.preflight import run
 
     return run(args)
 

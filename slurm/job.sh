@@ -1,9 +1,11 @@
 # shellcheck shell=bash
-# What the launch scripts share: check, one srun, stop, requeue. Sourced by a batch script
+# What the launch scripts share: check, preflight, one srun, stop,
+# requeue. Sourced by a batch script
 # after its settings; `run_job "$@"` does the rest. The settings are described in launch/grpo_600b.sh.
 
 STOPPED=75 # exit status of ranks that were asked to stop and have saved (rlhf/dist/stop.py)
 USAGE=2    # exit status of a wrong request: starting again would not help
+UNFIT=3    # exit status of a preflight that found an unfit node
 
 say() { echo "$(date +%H:%M:%S) $*"; }
 fail() { echo "$*" >&2; exit 1; }
@@ -23,12 +25,15 @@ run_job() {
     "(${SLURM_JOB_NODELIST:-?}); output of the ranks: $LOGS"
   trap 'ask_to_stop USR1' USR1
   trap 'ask_to_stop TERM' TERM
+  if [[ $PREFLIGHT == 1 ]]; then
+    step "${preflight[@]}" || end_preflight "$step_status"
+  fi
   step "${train[@]}" || true
   end_job "$step_status"
 }
 
 defaults() {
-  DRY_RUN=${DRY_RUN:-0} STARTER=${STARTER:-node}
+  DRY_RUN=${DRY_RUN:-0} PREFLIGHT=${PREFLIGHT:-1} STARTER=${STARTER:-node}
   CONTAINER=${CONTAINER:-none} IMAGE=${IMAGE:-} MOUNTS=${MOUNTS:-} MODEL=${MODEL:-}
   MAX_RESTARTS=${MAX_RESTARTS:-3} EXTRA_SRUN=${EXTRA_SRUN:-}
   if [[ $CONTAINER == none ]]; then PYTHON=${PYTHON:-$PROJECT/.venv/bin/python}; fi
@@ -61,12 +66,12 @@ check_settings() {
   done
 }
 
-build_commands() { # overrides -> the array train
+build_commands() { # overrides -> the arrays preflight and train
   local settings=("dist.ranks=$((NODES * RANKS_PER_NODE))" "$@")
   [[ -z $MODEL ]] || settings=("model.path=$MODEL" "${settings[@]}")
   # All GPUs of a node to every task, never bound one by one: the process that hosts an engine must
   # see all devices of its engine. CPUs likewise: ranks share them out themselves.
-  local common=(srun --nodes="$NODES" --kill-on-bad-exit=1 --distribution=block --cpu-bind=none
+  local common=(srun --nodes="$NODES" --distribution=block --cpu-bind=none
     --mem-bind=none)
   ((GPUS_PER_NODE == 0)) || common+=(--gpus-per-node="$GPUS_PER_NODE" --gpu-bind=none)
   # several options in one setting
@@ -80,14 +85,17 @@ build_commands() { # overrides -> the array train
     # apptainer: no --pid, no --ipc, so tasks stay in the node's namespaces and share them
     apptainer) enter=(apptainer exec --nv ${MOUNTS:+--bind "$MOUNTS"} --pwd "$PROJECT" "$IMAGE") ;;
   esac
-  train=("${common[@]}")
+  # every node gets to say what is wrong with it
+  preflight=("${common[@]}" --kill-on-bad-exit=0 "$(cpus_per_task 1)" --ntasks-per-node=1
+    "${enter[@]}" bash "$PROJECT/slurm/task.sh" preflight "${settings[@]}")
+  train=("${common[@]}" --kill-on-bad-exit=1)
   if [[ $STARTER == node ]]; then
     train+=("$(cpus_per_task 1)" --ntasks-per-node=1)
   else
     train+=("$(cpus_per_task "$RANKS_PER_NODE")" --ntasks-per-node="$RANKS_PER_NODE"
       --output="$LOGS/rank%5t.log")
   fi
-  train+=("${enter[@]}" bash "$PROJECT/slurm/task.sh" "${settings[@]}")
+  train+=("${enter[@]}" bash "$PROJECT/slurm/task.sh" train "${settings[@]}")
 }
 
 cpus_per_task() { # tasks on a node -> all its CPUs, shared out; without this a task gets one
@@ -96,6 +104,7 @@ cpus_per_task() { # tasks on a node -> all its CPUs, shared out; without this a 
 }
 
 print_commands() {
+  [[ $PREFLIGHT != 1 ]] || echo "preflight: ${preflight[*]}"
   echo "train: ${train[*]}"
   echo "environment:"
   env | grep -E '^(CONFIG|LOGS|STARTER|PYTHON|HF_|OMP_|GOMP_|TORCH|PYTORCH|CUDA|NCCL|GLOO|TOKEN)' | sort
@@ -117,6 +126,36 @@ step() { # command: run it, pass signals on; its status in step_status
 ask_to_stop() { # signal: srun hands it to the tasks, which tell their ranks
   say "asked to stop by $1: ranks finish what they are in, save, and end"
   [[ -z $step_pid ]] || kill -s "$1" "$step_pid" 2>/dev/null || true
+}
+
+end_preflight() { # status
+  local status=$1 unfit
+  if ended_with "$USAGE"; then status=$USAGE; fi
+  unfit=$(paste -sd, "$LOGS/unfit" 2>/dev/null || true)
+  if ((status == UNFIT)) && [[ -n $unfit ]] && spares_last "$unfit"; then
+    say "preflight: $unfit left out, started again on other nodes"
+    restart_without "$unfit" "$status"
+  fi
+  say "preflight ended with status $status: nothing was loaded; the lines above name node and reason"
+  exit "$status"
+}
+
+spares_last() { # unfit nodes -> whether idle nodes could take their place
+  local idle
+  idle=$(sinfo --noheader --states=idle --partition="$SLURM_JOB_PARTITION" --format=%D | paste -sd+)
+  ((${idle:-0} >= $(tr ',' '\n' <<<"$1" | wc -l)))
+}
+
+restart_without() { # unfit nodes, status if Slurm refuses
+  local before
+  before=$(scontrol show job "$SLURM_JOB_ID" --oneliner | sed -n 's/.* ExcNodeList=\([^ (]*\).*/\1/p')
+  # Slurm ends this script when the job is requeued, and its nodes can only be changed after that
+  trap '' TERM
+  scontrol requeuehold "$SLURM_JOB_ID" || exit "$2"
+  scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="${before:+$before,}$1" ||
+    say "the unfit nodes could not be left out"
+  scontrol release "$SLURM_JOB_ID"
+  exit "$2"
 }
 
 end_job() { # status of the ranks: end well, go on later, or fail

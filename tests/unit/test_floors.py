@@ -57,6 +57,7 @@ FLOORS = [
         "train",
         "cli",
         "bench",
+        "cluster",
         "convert",
         "doctor",
         "doctor_probe",

@@ -81,7 +81,7 @@ def test_dry_mode_shows_one_task_per_node_that_sees_all_gpus(script):
     assert "--ntasks-per-node=1" in train
     assert "--kill-on-bad-exit=1" in train
     assert "--gpus-per-task" not in train
-    assert train.endswith(f"task.sh dist.ranks={nodes * gpus} num_steps=3")
+    assert train.endswith(f"task.sh train dist.ranks={nodes * gpus} num_steps=3")
     config = re.search(r"^CONFIG=(.*)$", out, re.MULTILINE)[1]
     assert (ROOT / config).is_file()
 
