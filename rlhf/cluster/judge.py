@@ -60,7 +60,7 @@ def judge(nodes: Sequence[NodeFacts], meeting: Meeting, need: Need) -> list[Faul
     ]
     usual = {name: _most_common(node.versions.get(name, "none") for node in nodes) for name in
              sorted({name for node in nodes for name in node.versions})}  # fmt: skip
-    model = _most_common(node.model for node in nodes)
+    model = _most_common(node.model for node in nodes if not node.config_fault)
     clock = sorted(meeting.clocks.values())[len(meeting.clocks) // 2] if meeting.clocks else 0.0
     for node in nodes:
         causes = [
@@ -122,5 +122,5 @@ def _seen(node: NodeFacts, meeting: Meeting, clock: float) -> Iterator[str]:
 
 
 def _most_common(values: Iterator[str]) -> str:
-    """The first of those that occur most."""
-    return Counter(values).most_common(1)[0][0]
+    """The first of those that occur most; empty when there is none."""
+    return next((value for value, _ in Counter(values).most_common(1)), "")

@@ -87,6 +87,11 @@ def test_what_every_node_refuses_is_the_requests_fault():
     assert judge(nodes, MET, NEED) == [Fault("", "train.tp: 3")]
 
 
+def test_a_node_that_sees_no_model_casts_no_doubt_on_another():
+    blind = replace(NODES[0], config_fault="no such folder", model="")
+    assert [fault.host for fault in judge([blind, NODES[1]], MET, NEED)] == ["n1"]
+
+
 def test_nodes_without_a_driver_need_no_gpus():
     nodes = [replace(node, has_driver=False, gpus=()) for node in NODES]
     assert judge(nodes, MET, NEED) == []
