@@ -51,7 +51,7 @@ UNFIT = {
     "version": ({"versions": {"torch": "2.12.0", "driver": "570"}}, "torch 2.12.0, other nodes"),
     "driver": ({"versions": {"torch": "2.13.0"}}, "driver none, other nodes have 570"),
     "model folder": ({"config_fault": "/m: no such\nfolder"}, "/m: no such | folder"),
-    "model files": ({"model": "abd"}, "model folder: files differ"),
+    "model files": ({"model": "xyz"}, "model folder: files differ"),
     "run folder": ({"run_dir_fault": "Read-only"}, "run_dir cannot be written: Read-only"),
     "full disk": (
         {"run_dir_free_bytes": 10**8},
