@@ -100,11 +100,14 @@ def _eval(args: argparse.Namespace) -> int:
 def _run_loop(args: argparse.Namespace, loop: str | None, *flags: str) -> int:
     from rlhf.config.load import load_config
     from rlhf.dist.world import is_launched
+    from rlhf.planner.speeds import read_speeds
     from rlhf.preflight import check_loop
     from rlhf.start import start
     from rlhf.train import main as run_rank
 
     config = load_config(args.config, args.overrides)
+    if config.track.calibration is not None:
+        read_speeds(config.track.calibration)
     if args.show_flow:
         from rlhf.flow import flow_text
 
@@ -136,6 +139,11 @@ def _convert(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
+    if args.compare:
+        from rlhf.compare import run as compare
+
+        print(compare(args))
+        return 0
     from rlhf.plan import run
 
     text, fits = run(args)

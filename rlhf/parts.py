@@ -16,12 +16,14 @@ from rlhf.config.load import dump_config
 from rlhf.config.schema import Config
 from rlhf.data.mix import build_eval_prompts, build_prompt_source
 from rlhf.data.tokenizer import Tokenizer, load_tokenizer
+from rlhf.dist.gate import used_memory_gib
 from rlhf.dist.layout import sequence_multiple
 from rlhf.dist.replicas import Replicas
 from rlhf.evaluate import Evaluator
 from rlhf.ground import Ground, Plan
 from rlhf.mcore import parallel
 from rlhf.packing import Budget, sequence_cost
+from rlhf.promise import keep_promise
 from rlhf.recorder import Recorder
 from rlhf.reshard.execute import Mover
 from rlhf.reshard.export import Exporter
@@ -61,6 +63,7 @@ def build_parts(ground: Ground, engine: EngineHost | None, *, record: bool) -> R
     rewards.check([*prompts.prompts, *held_out])
     algorithm = build_algorithm(config, Replicas(plan.train, ground.group).total)
     recorder = Recorder.create(ground, record=record)
+    process_gib = used_memory_gib()
     parallel.initialize(plan.train, config.dist.timeout_s, config.seed)
     actor = build_actor(ground, algorithm, recorder)
     critic = build_critic(ground, recorder)
@@ -70,6 +73,9 @@ def build_parts(ground: Ground, engine: EngineHost | None, *, record: bool) -> R
     if record and plan.world.is_first:
         ground.closers.append(lock_run_dir(Path(config.run_dir)).close)
         save_resolved(config)
+        layouts = plan.train, plan.rollout
+        kept = keep_promise(config, plan.shape, layouts, plan.world.local_size, process_gib)
+        kept.write(Path(config.run_dir))
     probe = _probe(ground, engine, actor, recorder)
     collector = _collector(ground, engine, tokenizer, rewards, probe)
     batcher = build_batcher(ground, algorithm)

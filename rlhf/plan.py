@@ -57,6 +57,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--prompt-tokens", type=float, help="in the mean (half of the longest)")
     parser.add_argument("--answer-tokens", type=float, help="in the mean (half of the longest)")
     parser.add_argument("--check", action="store_true", help="one line for each of some CONFIGs")
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="CONFIG is the folder of a run: its plan against what it measured",
+    )
     parser.add_argument("--json", action="store_true")
 
 

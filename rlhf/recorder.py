@@ -40,6 +40,7 @@ class Recorder:
         self._updates: list[Mapping[str, Metric]] = []
         self._trained_loads: list[np.ndarray] = []  # of this step's updates
         self._reshards: list[Mapping[str, Metric]] = []  # of this rank
+        self._moved: Mapping[str, Metric] = {}  # bytes of its last reshard; all are alike
         self._seconds: dict[str, float] = {}
         self._began = time.perf_counter()
         self.accuracies: list[Accuracy] = []
@@ -88,6 +89,10 @@ class Recorder:
     def add_reshard(self, stats: MoveStats) -> None:
         """Of one movement of weights; a step's line has those since the one before."""
         self._reshards.append({"reshard/verify_s": Max(stats.verify_s)})
+        self._moved = {
+            "reshard/sent_bytes": Sum(stats.sent_bytes),
+            "reshard/local_bytes": Sum(stats.local_bytes),
+        }
 
     def add_probe(self, gap: ProbeGap) -> None:
         """Of the engine that this rank leads."""
@@ -135,6 +140,7 @@ class Recorder:
             {"seconds/step": Max(elapsed)},
             {f"memory_gib/{k}": Max(v) for k, v in self._ground.gate.take_memory().items()},
             *self._reshards,
+            self._moved,
         ]
         clock = self._ground.gate.clock
         account = clock.take()

@@ -110,6 +110,37 @@ def test_the_report_of_a_run_shows_causes_and_results(whole):
     assert "accounting.jsonl: no such file; give the folder of a run" in err
 
 
+def test_a_run_keeps_its_plan_and_is_compared_with_it(whole):
+    """Bytes are counted, so they are equal; seconds are as good as the constants are."""
+    folder, _ = whole
+    run = folder / "run"
+    status, out, err = rlhf("plan", str(run), "--compare", "--json")
+    assert status == 0, err
+    found = json.loads(out)
+    assert {"rollout", "pack", "score_actor", "update_actor", "reshard", "switch", "save"} == set(
+        found["seconds"]
+    )
+    for name in ("reshard/sent_bytes", "reshard/local_bytes"):
+        assert found["bytes"][name]["predicted"] == found["bytes"][name]["measured"] > 0
+    assert set(found["memory_gib"]) >= {"rollout", "update_actor"}
+    status, out, _ = rlhf("plan", str(run), "--compare")
+    assert status == 0
+    assert re.search(r"^largest gap  \w+: .* s measured", out, re.MULTILINE)
+    assert re.search(r"^change       \w+", out, re.MULTILINE)
+    status, _, err = rlhf("plan", str(run), "train.pp=2", "--compare")
+    assert (status, err.strip()) == (
+        2,
+        "--compare: give the folder of one run and nothing else, but --json",
+    )
+
+
+def test_a_calibration_that_is_not_there_is_refused_before_a_rank_starts(tmp_path):
+    config = tiny_config(tmp_path, track={"calibration": "none.yaml"})
+    status, _, err = rlhf("train", str(config))
+    assert status == 2
+    assert "none.yaml: cannot be read" in err
+
+
 def test_every_metric_is_in_the_documentation(whole):
     folder, _ = whole
     text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
