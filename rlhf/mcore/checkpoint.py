@@ -15,7 +15,12 @@ from typing import Any
 import psutil  # noqa: F401  megatron's writer fails without it
 import torch
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    apply_factories,
+    is_main_replica,
+)
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
@@ -24,6 +29,9 @@ from torch.distributed.checkpoint import CheckpointException
 from rlhf.dist.layout import TrainLayout
 from rlhf.mcore.model import TrainModel
 from rlhf.mcore.optimizer import Optimizer
+
+STATE_KINDS = ("param", "exp_avg", "exp_avg_sq")
+"""Masters and Adam's moments, by megatron's names."""
 
 
 def save_state(folder: Path, model: TrainModel, optimizer: Optimizer) -> None:
@@ -95,13 +103,32 @@ def _moments(
     """
     on_host = {"distrib_optim_fully_reshardable_mem_efficient": optimizer.state.on_host}
     with optimizer.state.shown():
-        return {
+        moments = {
             i: part.sharded_param_state_fully_reshardable(
                 model_state, is_loading, _metadata() | on_host
             )
             or {}
             for i, part in enumerate(optimizer.inner.chained_optimizers)
         }
+    if not is_loading:
+        _separate(moments)
+    return moments
+
+
+def _separate(moments: dict[int, Any]) -> None:
+    """Memory of its own for each tensor that this rank writes, none for the others.
+
+    They are views of what was gathered, one tensor for all masters of a buffer, one for each of its
+    moments. megatron's writer copies views before it writes any, and everything would be there
+    twice. So they are copied here, kind by kind, and what was gathered of a kind then goes.
+    """
+    apply_factories(moments)
+    for kind in STATE_KINDS:
+        for params in moments.values():
+            for tensors in params.values():
+                for held in nested_values({kind: tensors[kind]}):
+                    writes = is_main_replica(held.replica_id)
+                    held.data = held.data.clone() if writes else held.data.to("meta")
 
 
 def _adam_step(optimizer: Optimizer) -> int:

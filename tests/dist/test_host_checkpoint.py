@@ -34,6 +34,18 @@ MOVES = {
 PAIRS = [(a.name, b.name) for moves in MOVES.values() for a, b in moves]
 
 
+def _to_write(run):
+    """Bytes of the tensors of the optimizer state that this rank writes, and of their storages."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+
+    from rlhf.mcore.checkpoint import _model_state, _moments
+
+    moments = _moments(_model_state(run.model), run.optimizer, is_loading=False)
+    held = [part.data for part in nested_values(moments) if not part.data.is_meta]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
+    return sum(t.nbytes for t in held), sum(storages.values())
+
+
 def _move(rank, world, folder, target, case, other):
     from rlhf.mcore import parallel
     from rlhf.mcore.checkpoint import load_state, save_state
@@ -45,6 +57,8 @@ def _move(rank, world, folder, target, case, other):
         run = Training(rank, world, folder, case, size)
         run.train(2)
         save_state(place, run.model, run.optimizer)
+        out[saved, "to write"] = _to_write(run)
+        out["elements"] = sum(p.numel() for p in run.model.params.values() if p.requires_grad)
         out[saved] = state_of(run)
         out[saved, "on"] = run.train(2)
         parallel.shutdown()
@@ -83,6 +97,7 @@ def test_either_form_goes_on_from_what_either_saved(results, pair):
     for rank in results:
         got = rank[pair]
         assert got["host"] == got["device"]
+        assert got["host", "to write"] == got["device", "to write"]
         state, on = got["device"], got["device", "on"]
         for saved in FORMS:
             for form in FORMS:
@@ -97,3 +112,11 @@ def test_another_layout_has_the_same_state_in_either_form(results, pair):
         for saved in FORMS:
             for form in FORMS:
                 assert got[saved, pair[1], form] == expected
+
+
+def test_a_state_to_write_is_on_the_rank_that_writes_it_and_there_once(results):
+    pair, state_bytes = PAIRS[0], 4 + 4 + 4
+    first, second = (rank[pair]["host", "to write"] for rank in results)
+    expected = state_bytes * results[0][pair]["elements"]
+    assert first == (expected, expected)
+    assert second == (0, 0)
