@@ -46,6 +46,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--keep", metavar="DIR", type=Path, help="where the rehearsal runs and stays"
     )
+    parser.add_argument("--loop", metavar="FILE.py:FUNCTION", help="a loop of your own")
     parser.add_argument("--resume", action="store_true", help="then also go on from the checkpoint")
     parser.add_argument("--dry-run", action="store_true", help="print what would run, and end")
 
@@ -72,18 +73,24 @@ def run(args: Namespace) -> int:
     Raises:
         ValueError: the configuration is wrong, or the ranks cannot form smaller layouts.
     """
+    from rlhf.preflight import check_loop
+
     job = _read(args)
     ranks = _ranks(args, job.world)
     smaller, layers = _shrink(job, ranks)
-    folder = _folder(args.keep)
+    _check_keep(args.keep)
+    if args.loop is not None:
+        check_loop(args.loop)
     fits = _print_fit(args, job)
     _print_axes(job, smaller)
+    folder = args.keep or Path(tempfile.mkdtemp(prefix="rlhf-rehearsal-"))
+    folder.mkdir(parents=True, exist_ok=True)
     try:
         config, path = _write(job, smaller, layers, folder)
     except ValueError:
         shutil.rmtree(folder)
         raise
-    status = 0 if args.dry_run else _rehearse(config, path, resume=args.resume)
+    status = 0 if args.dry_run else _rehearse(config, path, args.loop, resume=args.resume)
     if args.keep is None and status == 0:
         shutil.rmtree(folder)
     else:
@@ -172,13 +179,9 @@ def _ranks(args: Namespace, world: int) -> int:
     return int(args.ranks)
 
 
-def _folder(keep: Path | None) -> Path:
-    if keep is None:
-        return Path(tempfile.mkdtemp(prefix="rlhf-rehearsal-"))
-    if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
+def _check_keep(keep: Path | None) -> None:
+    if keep is not None and keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
         raise ValueError(f"--keep: {keep} must be a new or empty folder")
-    keep.mkdir(parents=True, exist_ok=True)
-    return keep
 
 
 def _print_fit(args: Namespace, job: _Job) -> bool:
@@ -281,17 +284,17 @@ def _print_sizes(job: _Job, shape: ModelShape, small: Config) -> None:
     print("\n".join(["", *table(rows)]))
 
 
-def _rehearse(config: Config, path: Path, *, resume: bool) -> int:
+def _rehearse(config: Config, path: Path, loop: str | None, *, resume: bool) -> int:
     """Run, and say what has been shown; 0, or the status of the run that failed."""
     from rlhf.rehearsal.verdict import NOT_SHOWN, folded, read_verdict, resumed_words
 
     began = time.monotonic()
     lines: list[str] = []
-    status = _start(config, path)
+    status = _start(path, loop)
     if not status:
         lines += read_verdict(Path(config.run_dir)).lines()
     if resume and not status:
-        status = _start(config, path, f"num_steps={config.num_steps + 1}")
+        status = _start(path, loop, f"num_steps={config.num_steps + 1}")
         lines += [] if status else [resumed_words(Path(config.run_dir), config.num_steps)]
     seconds = time.monotonic() - began
     print("\n".join(["", *lines]))
@@ -304,13 +307,15 @@ def _rehearse(config: Config, path: Path, *, resume: bool) -> int:
     return 0
 
 
-def _start(config: Config, path: Path, *overrides: str) -> int:
+def _start(path: Path, loop: str | None, *overrides: str) -> int:
     """As ``rlhf train`` does."""
     from rlhf.config.load import load_config
     from rlhf.start import start
 
     try:
-        return start(load_config(path, overrides), str(path), [str(path), *overrides])
+        config = load_config(path, overrides)
+        own = ["--loop", loop] if loop is not None else []
+        return start(config, str(path), [str(path), *overrides, *own])
     except ValueError as error:
         print(error, file=sys.stderr)
         return EXIT_USAGE

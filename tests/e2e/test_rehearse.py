@@ -35,15 +35,26 @@ def test_671b_on_128_gpus_runs_on_four_ranks(tmp_path):
 
 
 def test_ppo_of_a_dense_model_runs_on_two_ranks_and_goes_on(tmp_path):
-    """Critic and its warm-up; biases of queries and keys; saved, loaded, one more step."""
-    kept = tmp_path / "kept"
-    recipe = "configs/recipes/qwen2_5_7b_8_ppo.yaml"
-    status, out, err = rlhf("rehearse", recipe, "--ranks", "2", "--resume", "--keep", str(kept))
+    """Critic and its warm-up; biases of queries and keys; saved, loaded, one more step; a loop of
+    one's own."""
+    kept, loop = tmp_path / "kept", tmp_path / "loop.py"
+    loop.write_text(
+        "from pathlib import Path\n"
+        "from rlhf.loop import train as usual\n"
+        "def train(run):\n"
+        "    usual(run)\n"
+        f"    Path({str(tmp_path)!r}, f'step{{run.first_step}}').touch()\n",
+        encoding="utf-8",
+    )
+    own = ("--ranks", "2", "--resume", "--loop", f"{loop}:train", "--keep", str(kept))
+    status, out, err = rlhf("rehearse", "configs/recipes/qwen2_5_7b_8_ppo.yaml", *own)
     assert status == 0, out + err
     steps = _steps(kept)
     assert [row["step"] for row in steps] == [0, 1, 2]
     assert all(row["critic/grad_norm"] > 0 for row in steps)
     assert ["optim/grad_norm" in row for row in steps] == [False, True, True], "warm-up of one step"
+    assert (tmp_path / "step0").exists()
+    assert (tmp_path / "step2").exists()
     assert "resumed    from the checkpoint of step 2: one more step" in out
 
 

@@ -103,6 +103,8 @@ def test_a_rehearsal_passes_the_checks_of_a_run(capsys, tmp_path, path, ranks):
         ("nothing.yaml", "nothing.yaml: no such file"),
         (f"{LARGE} --ranks 0", "--ranks: must be at least 1, is 0"),
         (f"{LARGE} --ranks 256", "--ranks: must be at most the 128 ranks of the job"),
+        (f"{LARGE} --keep {ROOT}", f"--keep: {ROOT} must be a new or empty folder"),
+        (f"{LARGE} --loop nothing.py:train", "--loop nothing.py:train: no file"),
         (f"{LARGE} --ranks 3", "give one of 1, 2, 4, 8, 16, 32, 64, 128"),
         (f"{LARGE} model.path=deepseek", "model.path: model 'deepseek' is no folder"),
     ],
