@@ -28,6 +28,21 @@ def test_two_nodes_train_as_one_does(cluster, one_node, tmp_path, starter):
         assert f"rank {rank}, phase reshard, step 2" in log.read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", [2, 4])
+def test_experts_over_nodes_train_as_on_one(cluster, tmp_path, nodes):
+    """DeepSeek-V3's shape: pipeline and experts of training cross nodes, as the reshard does."""
+    layout = {"pp": 2, "ep": nodes // 2}
+    one = tiny_config(
+        tmp_path / "one", "deepseek_v3", num_steps=3, dist={"ranks": nodes}, train=layout
+    )
+    status, _, err = rlhf("train", str(one))
+    assert status == 0, err
+    config = tiny_config(tmp_path / "many", "deepseek_v3", num_steps=3, train=layout)
+    cluster.submit(config, nodes).ends_well()
+    assert_same_numbers(tmp_path / "many" / "run", tmp_path / "one" / "run")
+
+
 @pytest.fixture(scope="module")
 def one_node(tmp_path_factory):
     """The run folder of the same configuration on one node of two ranks."""
