@@ -22,15 +22,19 @@ from rlhf.dist.replicas import Replicas
 from rlhf.evaluate import Evaluator
 from rlhf.ground import Ground, Plan
 from rlhf.mcore import parallel
+from rlhf.memory.table import Region
+from rlhf.memory.ways import Way
+from rlhf.memory_parts import Memory
 from rlhf.packing import Budget, sequence_cost
 from rlhf.promise import keep_promise
 from rlhf.recorder import Recorder
 from rlhf.reshard.execute import Mover
 from rlhf.reshard.export import Exporter
-from rlhf.reshard.schedule import rank_plan
+from rlhf.reshard.round_trip import round_trip
+from rlhf.reshard.rounds import Area
+from rlhf.reshard.schedule import RankPlan, rank_plan
 from rlhf.reshard.topology import Topology
 from rlhf.reshard.transport import DistTransport
-from rlhf.reshard.windows import Window
 from rlhf.rewards.build import Rewards, build_rewards
 from rlhf.role_parts import build_actor, build_critic, build_reference, build_reward_model
 from rlhf.roles.actor import Actor
@@ -38,13 +42,15 @@ from rlhf.roles.critic import Critic, NullCritic
 from rlhf.rollout.batcher import Batcher
 from rlhf.rollout.collect import Collector, Sampling
 from rlhf.rollout.resharder import Resharder
-from rlhf.rollout.residency import EngineResidency
+from rlhf.rollout.residency import EngineMemory
+from rlhf.rollout.restorer import Restorer
 from rlhf.rollout.score_probe import ScoreProbe, probe_batch, probe_tokens
 from rlhf.run import Run
 from rlhf.saved import trained_models
 from rlhf.state import TrainState
 from rlhf.types import Phase, Prompt
-from rlhf.weights.families import reshard_spread, rollout_padding_params
+from rlhf.weights.families import reshard_spread, restore_spread, rollout_padding_params
+from rlhf.weights.spread import Spread
 
 if TYPE_CHECKING:
     from rlhf.rollout.host_client import EngineHost
@@ -65,8 +71,9 @@ def build_parts(ground: Ground, engine: EngineHost | None, *, record: bool) -> R
     recorder = Recorder.create(ground, record=record)
     process_gib = used_memory_gib()
     parallel.initialize(plan.train, config.dist.timeout_s, config.seed)
-    actor = build_actor(ground, algorithm, recorder)
-    critic = build_critic(ground, recorder)
+    memory = Memory.of(ground)
+    actor = build_actor(ground, memory, algorithm, recorder)
+    critic = build_critic(ground, memory, recorder)
     checkpoints = _checkpoints(ground, actor, critic, recorder)
     if record and config.checkpoint.resume == "never":
         checkpoints.refuse_others()
@@ -85,13 +92,13 @@ def build_parts(ground: Ground, engine: EngineHost | None, *, record: bool) -> R
         sampling=_sampling(plan, tokenizer, greedy=False),
         prompts=prompts,
         collector=collector,
-        reward_model=build_reward_model(ground, batcher),
+        reward_model=build_reward_model(ground, memory, batcher),
         batcher=batcher,
         actor=actor,
-        reference=build_reference(ground, algorithm),
+        reference=build_reference(ground, memory, algorithm),
         critic=critic,
         algorithm=algorithm,
-        resharder=_resharder(ground, engine, actor, collector, probe, recorder),
+        resharder=_resharder(ground, engine, memory, actor, collector, probe, recorder),
         evaluator=_evaluator(ground, collector, held_out, tokenizer, recorder),
         checkpoints=checkpoints,
         recorder=recorder,
@@ -183,34 +190,16 @@ def build_batcher(ground: Ground, algorithm: Algorithm, tokens: int | None = Non
 def _resharder(
     ground: Ground,
     engine: EngineHost | None,
+    memory: Memory,
     actor: Actor,
     collector: Collector,
     probe: ScoreProbe,
     recorder: Recorder,
 ) -> Resharder:
-    shape, config, world = ground.plan.shape, ground.plan.config, ground.plan.world
-    dtype = getattr(torch, config.model.dtype)
-    mine = rank_plan(
-        reshard_spread(shape, ground.plan.train, ground.plan.rollout),
-        Topology.of(world.size, world.local_size),
-        world.rank,
-        itemsize=dtype.itemsize,
-        area_bytes=config.reshard.window_mib * 2**20 // 2,
-        max_peers=config.reshard.max_peers,
-    )
-    window = Window(mine.incoming_area_bytes, ground.device, mine.num_arriving)
-    ground.closers.append(window.close)
-    mover = Mover(
-        mine,
-        actor.params,
-        DistTransport(device=ground.device),
-        window,
-        dtype=dtype,
-        limit_s=config.reshard.timeout_s,
-        padding_params=rollout_padding_params(shape, ground.plan.rollout, world.rank),
-    )
+    config, mover, back = ground.plan.config, *_movers(ground, memory, actor)
     resharder = Resharder(
         mover=mover,
+        back=back,
         engine=engine,
         layout=ground.plan.rollout,
         group=ground.group,
@@ -223,8 +212,52 @@ def _resharder(
     if engine is not None:
         engine.wait_ready()
     resharder.open()
-    ground.gate.on_enter(EngineResidency(engine, ground.group).enter)
+    memory.time_slice.add(EngineMemory(engine, ground.group))
+    restorer = back and Restorer(
+        mover=back,
+        engine=engine,
+        layout=ground.plan.rollout,
+        group=ground.group,
+        timeout_s=config.reshard.timeout_s,
+    )
+    memory.add_actor(ground, actor.model, actor.optimizer, restorer and restorer.run)
     return resharder
+
+
+def _movers(ground: Ground, memory: Memory, actor: Actor) -> tuple[Mover, Mover | None]:
+    """The movement to the engines and, if the actor's weights come back from there, the one back;
+    both through one window and one pair of areas."""
+    shape, config, world = ground.plan.shape, ground.plan.config, ground.plan.world
+    train, rollout = ground.plan.train, ground.plan.rollout
+    dtype = getattr(torch, config.model.dtype)
+
+    def planned(spread: Spread, local_area: Area) -> RankPlan:
+        return rank_plan(
+            spread,
+            Topology.of(world.size, world.local_size),
+            world.rank,
+            itemsize=dtype.itemsize,
+            area_bytes=config.reshard.window_mib * 2**20 // 2,
+            max_peers=config.reshard.max_peers,
+            local_area=local_area,
+        )
+
+    there = planned(reshard_spread(shape, train, rollout), "incoming")
+    back = None
+    if memory.ways.get(Region.ACTOR) is Way.ENGINE:
+        back = planned(restore_spread(shape, train, rollout), "outgoing")
+    trip = round_trip(
+        there,
+        back,
+        actor.params,
+        DistTransport(device=ground.device),
+        dtype=dtype,
+        limit_s=config.reshard.timeout_s,
+        padding_params=rollout_padding_params(shape, rollout, world.rank),
+    )
+    ground.closers.append(trip.reshard.window.close)
+    memory.watch(Region.WINDOWS, lambda: trip.staging_bytes)
+    return trip.reshard, trip.restore
 
 
 def _evaluator(

@@ -13,6 +13,8 @@ from rlhf.mcore.model import TrainModel, build_model
 from rlhf.mcore.optimizer import Optimizer, build_optimizer
 from rlhf.mcore.value_head import draw_head
 from rlhf.memory.host import available_bytes, check_host_room
+from rlhf.memory.table import Region
+from rlhf.memory_parts import Memory
 from rlhf.planner.train_memory import Head, ModelUse, train_bytes
 from rlhf.recorder import Recorder
 from rlhf.roles.actor import Actor
@@ -20,14 +22,14 @@ from rlhf.roles.critic import Critic, NullCritic
 from rlhf.roles.reference import NullReference, Reference
 from rlhf.roles.reward_model import NullRewardModel, RewardModel
 from rlhf.rollout.batcher import Batcher
-from rlhf.types import Phase
 from rlhf.weights.families import train_pieces
 from rlhf.weights.hf_checkpoint import load_pieces
 from rlhf.weights.value_model import load_value_model
 
 
-def build_actor(ground: Ground, algorithm: Algorithm, recorder: Recorder) -> Actor:
-    """The policy; it rests while the critic warms up. Collective over all ranks."""
+def build_actor(ground: Ground, memory: Memory, algorithm: Algorithm, recorder: Recorder) -> Actor:
+    """The policy; it rests while the critic warms up. Its weights are not in ``memory`` yet: how
+    they come back may depend on engines. Collective over all ranks."""
     config = ground.plan.config
     rests = config.critic.warmup_steps if config.critic else 0
     model = _language_model(ground, trainable=True)
@@ -41,22 +43,27 @@ def build_actor(ground: Ground, algorithm: Algorithm, recorder: Recorder) -> Act
         gate=ground.gate,
         on_update=recorder.add_update,
     )
-    _lend_gradient_memory(ground, model)
+    memory.add_training(Region.GRADIENTS, Region.OPTIMIZER, model, actor.optimizer)
     return actor
 
 
-def build_reference(ground: Ground, algorithm: Algorithm) -> Reference | NullReference:
+def build_reference(
+    ground: Ground, memory: Memory, algorithm: Algorithm
+) -> Reference | NullReference:
     """The actor's first weights, frozen, if the algorithm asks for them. Collective."""
     if not algorithm.needs_reference:
         return NullReference()
+    model = _language_model(ground, trainable=False)
+    memory.add_model(Region.REFERENCE, model, None)
+    memory.time_slice.rest(Region.REFERENCE)
     return Reference(
-        model=_language_model(ground, trainable=False),
+        model=model,
         temperature=ground.plan.config.rollout.sampling.temperature,
         gate=ground.gate,
     )
 
 
-def build_critic(ground: Ground, recorder: Recorder) -> Critic | NullCritic:
+def build_critic(ground: Ground, memory: Memory, recorder: Recorder) -> Critic | NullCritic:
     """The critic of an algorithm that has one. Collective over all ranks."""
     config = ground.plan.config
     section = config.critic
@@ -78,17 +85,23 @@ def build_critic(ground: Ground, recorder: Recorder) -> Critic | NullCritic:
         gate=ground.gate,
         on_update=recorder.add_critic_update,
     )
-    _lend_gradient_memory(ground, model)
+    memory.add_training(Region.CRITIC_GRADIENTS, Region.CRITIC_OPTIMIZER, model, critic.optimizer)
+    memory.add_model(Region.CRITIC, model, critic.optimizer)
     return critic
 
 
-def build_reward_model(ground: Ground, batcher: Batcher) -> RewardModel | NullRewardModel:
+def build_reward_model(
+    ground: Ground, memory: Memory, batcher: Batcher
+) -> RewardModel | NullRewardModel:
     """The frozen classifier that a configuration names. Collective over all ranks."""
     section = ground.plan.config.reward_model
     if section is None:
         return NullRewardModel()
+    model = _value_model(ground, section.path, trainable=False, needs_head=True)
+    memory.add_model(Region.REWARD_MODEL, model, None)
+    memory.time_slice.rest(Region.REWARD_MODEL)
     return RewardModel(
-        model=_value_model(ground, section.path, trainable=False, needs_head=True),
+        model=model,
         weight=section.weight,
         pack=batcher.pack_all,
         gather=ground.group.gather,
@@ -127,16 +140,6 @@ def _optimizer(
         available_bytes(),
     )
     return build_optimizer(model, section, total_updates, memory.stream_mib * 2**20)
-
-
-def _lend_gradient_memory(ground: Ground, model: TrainModel) -> None:
-    """Gradients take memory from a first update to the last of a step; then the engine has it."""
-
-    def enter(phase: Phase) -> None:
-        if phase not in (Phase.SCORE, Phase.UPDATE):
-            model.release_gradients()
-
-    ground.gate.on_enter(enter)
 
 
 def _language_model(ground: Ground, *, trainable: bool) -> TrainModel:

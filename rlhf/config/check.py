@@ -60,7 +60,7 @@ def check_config(config: Config, shape: ModelShape, world: int, source: str = "c
     """
     rules: tuple[Callable[[], Iterator[str]], ...] = (
         lambda: _unsupported_faults(config.rollout),
-        lambda: _unbuilt_faults(config.memory),
+        lambda: _stream_faults(config.memory),
         lambda: _data_faults(config),
         lambda: _path_faults(config),
     )
@@ -191,21 +191,7 @@ def _route_faults(rollout: RolloutSection, shape: ModelShape) -> Iterator[str]:
         )
 
 
-def unbuilt_memory(memory: MemorySection) -> dict[str, str]:
-    """Keys whose values only `rlhf plan` knows so far -> what a run needs there."""
-    return {
-        key: field.default
-        for key, field in MemorySection.model_fields.items()
-        if key == "time_slice" and getattr(memory, key) != field.default
-    }
-
-
-def _unbuilt_faults(memory: MemorySection) -> Iterator[str]:
-    for key, usual in unbuilt_memory(memory).items():
-        yield (
-            f"memory.{key}: not built yet: {getattr(memory, key)}; only `rlhf plan` knows it, set "
-            f"it to {usual}"
-        )
+def _stream_faults(memory: MemorySection) -> Iterator[str]:
     usual_mib = MemorySection.model_fields["stream_mib"].default
     if memory.optimizer == "device" and memory.stream_mib != usual_mib:
         yield (

@@ -167,8 +167,7 @@ class MemorySection(Section):
 
     time_slice: Literal["engine", "all"] = "engine"
     """engine: engines while the models are trained, gradients while engines run. all: also the
-    weights of each role outside its phases, and the KV cache while weights move (not built yet:
-    known to `rlhf plan` only)."""
+    weights of each role outside its phases, and the KV cache while weights move."""
     optimizer: Literal["device", "host"] = "device"
     """Where masters and moments are. host: they pass through the device in two buffers at each
     update."""

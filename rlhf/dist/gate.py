@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -20,6 +21,18 @@ STOPPABLE = frozenset({Phase.SETUP, Phase.ROLLOUT, Phase.PACK, Phase.SCORE, Phas
 """Phases before which a run may stop: its weights then are those of a whole number of steps."""
 PASSES = frozenset({Phase.SCORE, Phase.UPDATE})
 """Phases that consist of passes of a model."""
+
+
+class Edges(Protocol):
+    """What hears of phases, on all ranks alike."""
+
+    def enter(self, phase: Phase, role: str) -> None:
+        """All ranks have agreed to go on; collective over all ranks."""
+        ...
+
+    def leave(self, phase: Phase, role: str, error: BaseException | None) -> None:
+        """The body has ended, with ``error`` or well."""
+        ...
 
 
 class PhaseGate:
@@ -36,12 +49,17 @@ class PhaseGate:
         self._seconds: dict[str, float] = {}
         self._memory: dict[str, float] = {}
         self._on_enter: list[Callable[[Phase], None]] = []
+        self._edges: list[Edges] = []
         self._waits: list[Callable[[], float]] = []
         self.clock = Clock()
 
     def on_enter(self, switch: Callable[[Phase], None]) -> None:
         """Call ``switch`` at every edge, when all ranks have agreed to go on."""
         self._on_enter.append(switch)
+
+    def tell(self, edges: Edges) -> None:
+        """Call ``edges`` whenever a phase is entered, after all ``on_enter``, or left."""
+        self._edges.append(edges)
 
     def on_leave(self, pipeline_wait_s: Callable[[], float]) -> None:
         """Ask at the end of every phase for the seconds, since the last such question, in which
@@ -68,14 +86,24 @@ class PhaseGate:
         with self.clock.spend(Cause.SWITCH), self._timed("switch"):
             for switch in self._on_enter:
                 switch(phase)
+            for edges in self._edges:
+                edges.enter(phase, role)
         name = f"{phase}_{role}" if role else str(phase)
         with self.clock.spend(cause_of(phase)), self._timed(name):
             try:
                 yield
+            except BaseException as error:
+                self._leave(phase, role, error)
+                raise
             finally:
                 finish_device_work()
+        self._leave(phase, role, None)
         self._take_waits(phase)
         self._memory[name] = max(self._memory.get(name, 0.0), used_memory_gib())
+
+    def _leave(self, phase: Phase, role: str, error: BaseException | None) -> None:
+        for edges in self._edges:
+            edges.leave(phase, role, error)
 
     def take_seconds(self) -> dict[str, float]:
         """Seconds per phase since the last call."""

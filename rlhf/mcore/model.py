@@ -145,6 +145,16 @@ class TrainModel:
     def device(self) -> torch.device:
         return next(iter(self.params.values())).device
 
+    @property
+    def gradient_bytes(self) -> int:
+        """What the gradient buffers take now."""
+        return sum(
+            buffer.grad_data.untyped_storage().nbytes()
+            for chunk in self.chunks
+            if isinstance(chunk, DistributedDataParallel)
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+        )
+
     def release_gradients(self) -> None:
         """Free the gradient buffers until :meth:`take_gradients`; what they hold is lost."""
         for chunk in self.chunks:

@@ -127,6 +127,22 @@ class Optimizer:
                 chunk.start_param_sync(force_sync=True)
 
     @property
+    def state_bytes(self) -> int:
+        """Memory of masters and moments on the device of the weights."""
+        device = self._model.device
+        own = {p.untyped_storage().data_ptr() for p in self._model.params.values()}
+        found = {}
+        for part in self.inner.chained_optimizers:
+            inner = part.optimizer
+            masters = [p for group in inner.param_groups for p in group["params"]]
+            moments = [v for state in inner.state.values() for v in state.values()]
+            for tensor in (*masters, *moments):
+                if torch.is_tensor(tensor) and tensor.device == device:
+                    storage = tensor.untyped_storage()
+                    found[storage.data_ptr()] = storage.nbytes()
+        return sum(size for place, size in found.items() if place not in own)
+
+    @property
     def has_masters(self) -> bool:
         """The weights can be made again from here: float32 masters of them exist.
 

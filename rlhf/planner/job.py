@@ -40,6 +40,7 @@ def job_of(
         memory=config.memory,
         window_bytes=window_bytes,
         longest_tokens=config.data.max_prompt_tokens + config.rollout.sampling.max_new_tokens,
+        num_updates=config.batch.updates_per_step,
         reference=config.algorithm.kl.place != "off",
         critic=None if critic is None else value_model_shape(critic),
         reward_model=None if scorer is None else value_model_shape(scorer),

@@ -13,7 +13,8 @@ from rlhf.config.schema import (
 )
 from rlhf.dist.layout import RolloutLayout, TrainLayout
 from rlhf.memory.chunks import buffer_elements
-from rlhf.memory.table import Region, Regions, Span, residency
+from rlhf.memory.table import NEEDED, Region, Regions, Span, Table, residency
+from rlhf.memory.ways import Choices, Way, choose_way
 from rlhf.planner.activations import PassBytes, pass_bytes
 from rlhf.planner.engine_memory import derived_bytes, engine_weight_bytes, kv_token_bytes
 from rlhf.planner.train_memory import (
@@ -39,6 +40,7 @@ class Job:
     memory: MemorySection
     window_bytes: int  # of one of a rank's two
     longest_tokens: int  # of a prompt with its answer
+    num_updates: int = 1  # of a step
     reference: bool = False
     critic: ModelShape | None = None
     reward_model: ModelShape | None = None
@@ -73,11 +75,18 @@ class Ledger:
     """Bytes of a job. Lists are by global rank."""
 
     regions: Mapping[Region, tuple[int, ...]]
-    phases: Mapping[Span, Regions]
+    table: Table
+    ways: Mapping[Region, Way]
+    """How weights that are released come back."""
     kv_token_bytes: tuple[int, ...]
     kv_tokens: int
     """Of one attention group, on the rank that has least room."""
     host: tuple[int, ...]  # by node
+
+    @property
+    def phases(self) -> Mapping[Span, Regions]:
+        """What is there in each."""
+        return self.table.held
 
     def phase_bytes(self, span: Span) -> list[int]:
         """Sum of the regions that are resident in a phase."""
@@ -111,10 +120,13 @@ def ledger(job: Job, machine: Machine) -> Ledger:
         Region.LOGITS: passes.head,
         Region.OTHER: (machine.other_bytes,) * world,
     }
-    per_rank = _added([(0,) * world, *host])
+    ways = _ways(job, machine, regions)
+    copies = [regions[region] for region, way in ways.items() if way is Way.COPY]
+    per_rank = _added([(0,) * world, *host, *copies])
     return Ledger(
         regions=regions,
-        phases=residency(job.memory, job.roles),
+        table=_table(job, from_engine=ways.get(Region.ACTOR) is Way.ENGINE),
+        ways=ways,
         kv_token_bytes=token,
         kv_tokens=tokens,
         host=tuple(
@@ -122,6 +134,41 @@ def ledger(job: Job, machine: Machine) -> Ledger:
             for first in range(0, world, machine.gpus_per_node)
         ),
     )
+
+
+def _table(job: Job, *, from_engine: bool) -> Table:
+    return residency(job.memory, job.roles, from_engine=from_engine, num_updates=job.num_updates)
+
+
+def _ways(
+    job: Job, machine: Machine, regions: Mapping[Region, tuple[int, ...]]
+) -> dict[Region, Way]:
+    """Of all roles, with ``time_slice: all``; the actor's from the engine if that is exact and if
+    no phase of another role overflows because the actor's weights stay in it."""
+    if job.memory.time_slice != "all":
+        return {}
+    held = _table(job, from_engine=True).held
+    others = [s for s in held if s.role and Region.ACTOR not in NEEDED[s]]
+    fullest = max(
+        (max(_added([regions[region] for region in held[span]])) for span in others), default=0
+    )
+    is_float32 = job.model.dtype == "float32"
+    out = {
+        Region.ACTOR: choose_way(
+            Choices(
+                trained=True,
+                is_float32=is_float32,
+                served=job.rollout.quantization == "none",
+                can_stay=fullest <= machine.gpu_bytes,
+            )
+        )
+    }
+    if job.critic is not None:
+        out[Region.CRITIC] = choose_way(Choices(trained=True, is_float32=is_float32))
+    for region in (Region.REFERENCE, Region.REWARD_MODEL):
+        if region in regions:
+            out[region] = choose_way(Choices(trained=False, is_float32=is_float32))
+    return out
 
 
 def _kv_tokens(
@@ -139,30 +186,24 @@ def _roles(job: Job) -> tuple[dict[Region, tuple[int, ...]], list[tuple[int, ...
     """Regions of the roles; and what is in host memory for them.
 
     On the host are optimizer states with ``memory.optimizer: host``, of which the device then has
-    two buffers; and with ``time_slice: all`` the weights of all roles but the actor.
+    two buffers.
     """
     layout, on_host = job.train_layout, job.memory.optimizer == "host"
     actor = train_bytes(_use(job, job.shape), layout)
     out = {Region.ACTOR: actor.weights, Region.GRADIENTS: actor.gradients}
     states = {Region.OPTIMIZER: actor.optimizer}
-    copies = []
     if job.reference:
         frozen = replace(_use(job, job.shape), trainable=False)
         out[Region.REFERENCE] = train_bytes(frozen, layout).weights
-        copies.append(out[Region.REFERENCE])
     if job.critic is not None:
         critic = train_bytes(replace(_use(job, job.critic), head="values"), layout)
         out[Region.CRITIC] = critic.weights
         out[Region.CRITIC_GRADIENTS] = critic.gradients
         states[Region.CRITIC_OPTIMIZER] = critic.optimizer
-        copies.append(critic.weights)
     if job.reward_model is not None:
         scorer = replace(_use(job, job.reward_model), head="values", trainable=False)
         out[Region.REWARD_MODEL] = train_bytes(scorer, layout).weights
-        copies.append(out[Region.REWARD_MODEL])
     host = list(states.values()) if on_host else []
-    if job.memory.time_slice == "all":
-        host += copies
     for region, sizes in states.items():
         out[region] = tuple(_stream_bytes(job, n) for n in sizes) if on_host else sizes
     return out, host

@@ -69,6 +69,7 @@ class Plan:
                 | {"regions": [str(region) for region in Region if region in regions]}
                 for span, regions in held.phases.items()
             },
+            "ways": {str(region): str(way) for region, way in held.ways.items()},
             "host_bytes_per_node": _spread(held.host),
             "kv_token_bytes": max(held.kv_token_bytes),
             "kv_tokens_per_group": held.kv_tokens,
@@ -144,12 +145,18 @@ def _rest(plan: Plan) -> list[str]:
         f"fullest node, {sum(held.host) / len(held.host) / GIGA:.0f} in the mean",
         f"disk       {plan.disk.state / GIGA:,.0f} GB for a checkpoint, "
         f"{plan.disk.export / GIGA:,.0f} GB for an export",
+        *_ways_words(plan.ledger),
         *_folded(
             f"assumed    {machine.other_bytes / GIGA:g} GB per GPU for CUDA context, "
             "communicators, CUDA graphs and the engine's own buffers. Passes are estimates from "
             "shapes, with experts evenly loaded; all else is counted. GB are 1e9 bytes."
         ),
     ]
+
+
+def _ways_words(held: Ledger) -> list[str]:
+    ways = ", ".join(f"{region} from the {way}" for region, way in held.ways.items())
+    return _folded(f"comes back {ways}") if ways else []
 
 
 def _verdict(plan: Plan) -> list[str]:
@@ -179,8 +186,6 @@ def _verdict(plan: Plan) -> list[str]:
 def not_built(job: Job, machine: Machine) -> list[str]:
     """What a plan may have and a run may not."""
     engines, names = job.rollout_layout, []
-    if job.memory.time_slice != "engine":
-        names.append(f"memory.time_slice={job.memory.time_slice}")
     if engines.a2a != "none":
         names.append(f"rollout.a2a={engines.a2a}")
     if engines.engine_size > machine.gpus_per_node:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf.config.check import ENGINE_RESERVED_TOKENS, unbuilt_memory
+from rlhf.config.check import ENGINE_RESERVED_TOKENS
 from rlhf.config.schema import (
     BatchSection,
     Config,
@@ -59,10 +59,7 @@ class Dropped:
 
 def dropped_keys(config: Config, gpu: bool) -> list[Dropped]:
     """What this machine, or any, cannot run yet."""
-    out = [
-        Dropped(f"memory.{key}", str(getattr(config.memory, key)), usual, "not built yet")
-        for key, usual in unbuilt_memory(config.memory).items()
-    ]
+    out = []
     rollout = config.rollout
     if rollout.a2a != "none":
         out.append(Dropped("rollout.a2a", rollout.a2a, "none", "not supported yet"))
@@ -211,7 +208,7 @@ def _algorithm(config: Config) -> Any:
 
 def _memory(memory: MemorySection) -> Any:
     """Buffers through which an optimizer state passes in several pieces."""
-    values: dict[str, Any] = dict(unbuilt_memory(memory))
+    values: dict[str, Any] = {}
     if memory.optimizer == "host":
         values["stream_mib"] = WINDOW_MIB
     return _changed(memory, **values)

@@ -21,12 +21,14 @@ class RoundTrip:
     """One rank's two movements; never both at a time."""
 
     reshard: Mover
-    restore: Mover
+    restore: Mover | None
+    """None: weights do not come back this way."""
 
     @property
     def staging_bytes(self) -> int:
         """Memory of both together, beside parameters."""
-        return max(self.reshard.staging_bytes, self.restore.staging_bytes)
+        back = 0 if self.restore is None else self.restore.staging_bytes
+        return max(self.reshard.staging_bytes, back)
 
     def open_message(self) -> dict[str, Any]:
         """What shows the engine's receiver window and rounds of both, once; JSON."""
@@ -35,7 +37,7 @@ class RoundTrip:
 
 def round_trip(
     there: RankPlan,
-    back: RankPlan,
+    back: RankPlan | None,
     params: Mapping[str, Tensor],
     transport: Transport,
     *,
@@ -47,31 +49,21 @@ def round_trip(
 
     Args:
         there: from ``params`` to the engine.
-        back: the other way, planned with ``local_area="outgoing"``.
+        back: the other way, planned with ``local_area="outgoing"``; None: there is none.
         dtype: of the model, on both sides.
 
     Raises:
         RuntimeError: a parameter is missing or too small.
     """
     window = Window(
-        max(there.incoming_area_bytes, back.outgoing_area_bytes),
+        max(there.incoming_area_bytes, back.outgoing_area_bytes if back is not None else 0),
         transport.device,
         num_sums=there.num_arriving,
     )
-    own = max(there.outgoing_area_bytes, incoming_bytes(back))
+    own = max(there.outgoing_area_bytes, incoming_bytes(back) if back is not None else 0)
     staging = torch.empty(2, own, dtype=torch.uint8, device=transport.device)
+    way: dict[str, Any] = {"dtype": dtype, "limit_s": limit_s, "staging": staging}
     return RoundTrip(
-        reshard=Mover(
-            there,
-            params,
-            transport,
-            window,
-            dtype=dtype,
-            limit_s=limit_s,
-            padding_params=padding_params,
-            staging=staging,
-        ),
-        restore=Mover(
-            back, window, transport, params, dtype=dtype, limit_s=limit_s, staging=staging
-        ),
+        reshard=Mover(there, params, transport, window, padding_params=padding_params, **way),
+        restore=None if back is None else Mover(back, window, transport, params, **way),
     )

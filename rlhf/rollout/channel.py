@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf.rollout.engine import Completion, EngineInfo, SampleRequest
+from rlhf.rollout.engine_state import EngineParts
 
 LENGTH = struct.Struct(">I")
 
@@ -62,11 +63,13 @@ class EndUpdate:
 @dataclass(frozen=True, slots=True)
 class Sleep:
     call: int
+    parts: EngineParts
 
 
 @dataclass(frozen=True, slots=True)
 class Wake:
     call: int
+    parts: EngineParts
 
 
 @dataclass(frozen=True, slots=True)

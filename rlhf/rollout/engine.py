@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 from rlhf.dist.layout import Quantization
+from rlhf.rollout.engine_state import ALL_PARTS, EngineParts
 from rlhf.types import Status
 
 RESERVED_TOKENS = 8
@@ -227,9 +228,9 @@ class RolloutEngine(Protocol):
 
     def call_loader(self, messages: Sequence[dict[str, Any]], limit_s: float = 60.0) -> None: ...
 
-    def sleep(self) -> None: ...
+    def sleep(self, parts: EngineParts = ALL_PARTS) -> None: ...
 
-    def wake(self) -> None: ...
+    def wake(self, parts: EngineParts = ALL_PARTS) -> None: ...
 
     def abort(self) -> None: ...
 

@@ -41,6 +41,7 @@ from rlhf.rollout.engine import (
     SampleRequest,
     check_requests,
 )
+from rlhf.rollout.engine_state import ALL_PARTS, EngineParts
 from rlhf.rollout.host_process import ForkedHost, HostProcess, SpawnedHost
 from rlhf.rollout.lifeline import kill_pidfd, open_pidfd, read_obituary, wait_gone
 from rlhf.rollout.zygote import Zygote
@@ -231,16 +232,19 @@ class EngineHost:
         """
         self._end_update(None)
 
-    def sleep(self) -> None:
-        """Give up weights, and on a GPU the KV cache too. Generate is refused."""
+    def sleep(self, parts: EngineParts = ALL_PARTS) -> None:
+        """Give up the memory of weights, KV cache or both. Generate is refused.
+
+        On a CPU the KV cache keeps its memory. Without weights nothing can be read either.
+        """
         call = self._next_call()
-        self._send(Sleep(call))
+        self._send(Sleep(call, parts))
         self._wait(call, CALL_LIMIT_S)
 
-    def wake(self) -> None:
+    def wake(self, parts: EngineParts = ALL_PARTS) -> None:
         """Take the memory back; weights are invalid until an update has completed."""
         call = self._next_call()
-        self._send(Wake(call))
+        self._send(Wake(call, parts))
         self._wait(call, CALL_LIMIT_S)
 
     def poll(self) -> None:

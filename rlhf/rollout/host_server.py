@@ -48,6 +48,7 @@ from rlhf.rollout.engine import (
     EngineSpec,
     SampleRequest,
 )
+from rlhf.rollout.engine_state import Use
 from rlhf.rollout.host_weights import EngineWeights
 from rlhf.rollout.lifeline import EXIT_DIED, Links, describe_exit, peek_exit, write_obituary
 from rlhf.rollout.routes import decode_routes
@@ -118,11 +119,11 @@ class Host:
             case CallLoader(call=call, messages=messages, limit_s=limit_s):
                 work = self._when_idle("loader call", self._weights.call(messages, limit_s))
                 self._run(self._answer(call, work))
-            case Sleep(call=call):
-                work = self._when_idle("sleep", self._weights.sleep())
+            case Sleep(call=call, parts=parts):
+                work = self._when_idle("sleep", self._weights.sleep(parts))
                 self._run(self._answer(call, work))
-            case Wake(call=call):
-                self._run(self._answer(call, self._weights.wake()))
+            case Wake(call=call, parts=parts):
+                self._run(self._answer(call, self._weights.wake(parts)))
 
     def _run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
@@ -149,11 +150,7 @@ class Host:
             if self._aborting is None:
                 raise RuntimeError("a generation is running; abort it or wait for it first")
             await asyncio.wait({before})
-        if self._weights.invalid:
-            raise RuntimeError(
-                f"generate refused: engine weights are not valid ({self._weights.invalid}); "
-                "complete an update first"
-            )
+        self._weights.check(Use.GENERATE)
         # Answers to one prompt go to one DP-attention group: each has a prefix cache of its own.
         prompts = dict.fromkeys(r.token_ids for r in message.requests)
         groups = {prompt: i % self._spec.dp for i, prompt in enumerate(prompts)}
@@ -226,7 +223,7 @@ class Host:
                 "its weights or its cache hold NaN"
             )
         status = STATUS[reason["type"]]
-        version = self._weights.version
+        version = self._weights.state.version
         return Completion(key, token_ids, logprobs, status, version, routes, of_prompt)
 
     def _routes(self, out: dict[str, Any], num_tokens: int) -> np.ndarray | None:
@@ -257,8 +254,8 @@ class Host:
 
         if busy := self._busy():
             tell(f"RuntimeError: update refused: {busy}")
-        elif message.reads and (invalid := self._weights.invalid):
-            tell(f"RuntimeError: read refused: engine weights are not valid ({invalid})")
+        elif message.reads and (refusal := self._weights.refusal(Use.READ)):
+            tell(f"RuntimeError: {refusal}")
         else:
             self._weights.begin(message.messages, message.limit_s, tell, reads=message.reads)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from sglang.srt.managers.io_struct import (
@@ -23,11 +23,17 @@ from sglang.srt.managers.io_struct import (
 )
 
 from rlhf.rollout.engine import EngineSpec
+from rlhf.rollout.engine_state import EnginePart, EngineParts, EngineState, Need, Use
 from rlhf.rollout.sglang_engine import loader_payloads
 
 LOADER_GRACE_S = 10.0
 """Time that a loader call has, after its limit, to return."""
 SLEEP_LIMIT_S = 60.0
+TAGS: Mapping[EnginePart, tuple[str, ...]] = {
+    "weights": ("weights",),
+    "kv_cache": ("kv_cache", "cuda_graph"),  # both are of use to a generation only
+}
+"""What SGLang calls the parts."""
 
 Messages = Sequence[dict[str, Any]]
 
@@ -41,15 +47,10 @@ class EngineWeights:
         self._spec = spec
         self._die = die
         self._update: asyncio.Task[None] | None = None
-        self._reads = False
-        """The open update is a read."""
         self._limit_s = 0.0
-        self._asleep = False
         self.loading = False
         """A loader call is open: the schedulers do nothing else."""
-        self.version = -1
-        self.invalid = "no update has completed yet"
-        """Why the weights may not be used; empty: they may."""
+        self.state = EngineState()
 
     @property
     def is_busy(self) -> bool:
@@ -69,12 +70,12 @@ class EngineWeights:
             try:
                 await self._load(messages, flush_cache=not reads)
             except Exception as error:
-                self.invalid = f"the last update failed: {error}"
+                self.state.fail(str(error))
                 on_failure(f"{type(error).__name__}: {error}")
                 raise
 
-        self.invalid = "a read is open" if reads else "an update is open"
-        self._reads, self._limit_s = reads, limit_s
+        self.state.begin(reads=reads)
+        self._limit_s = limit_s
         self._update = asyncio.get_running_loop().create_task(update())
 
     async def end(self, version: int | None) -> None:
@@ -89,42 +90,62 @@ class EngineWeights:
         if update is None:
             raise RuntimeError("end_update without begin_update")
         await self._returned(update, self._limit_s)
-        if self._reads:
-            self.invalid = ""
-            return
-        if version is None:
-            self.invalid = "the last update was abandoned"
-            return
-        await self._manager.update_weight_version(
-            UpdateWeightVersionReqInput(new_version=str(version))
-        )
-        self.version, self.invalid = version, ""
+        if version is not None and not self.state.reads:
+            await self._manager.update_weight_version(
+                UpdateWeightVersionReqInput(new_version=str(version))
+            )
+        self.state.complete(version)
 
     async def call(self, messages: Messages, limit_s: float) -> None:
         """A complete loader call; does not change whether the weights are valid."""
         load = asyncio.get_running_loop().create_task(self._load(messages))
         await self._returned(load, limit_s)
 
-    async def sleep(self) -> None:
-        """Release device memory; on a CPU, where SGLang frees nothing, the receiver does it."""
-        if self._asleep:
-            return
-        self._asleep = True
-        self.invalid = "the engine sleeps"
-        if self._spec.device == "cpu":
-            message = {"op": "sleep", "free": self._spec.free_host_weights}
-            await self.call([message] * self._spec.num_ranks, SLEEP_LIMIT_S)
-        else:
-            await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput())
+    async def sleep(self, parts: EngineParts) -> None:
+        """Release device memory; on a CPU, where SGLang frees nothing, the receiver frees that of
+        the weights."""
+        fresh = self.state.release(parts)
+        if self._on_host:
+            if "weights" in fresh:
+                message = {"op": "sleep", "free": self._spec.free_host_weights}
+                await self.call([message] * self._spec.num_ranks, SLEEP_LIMIT_S)
+        elif fresh:
+            await self._manager.release_memory_occupation(
+                ReleaseMemoryOccupationReqInput(tags=_tags(fresh))
+            )
+        self.state.released(fresh)
 
-    async def wake(self) -> None:
+    async def wake(self, parts: EngineParts) -> None:
         """Take device memory back; the weights wait for an update."""
-        if not self._asleep:
-            return
-        self._asleep = False
-        self.invalid = "no update has completed since the engine slept"
-        if self._spec.device != "cpu":
-            await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput())
+        fresh = self.state.resume(parts)
+        if fresh and not self._on_host:
+            await self._manager.resume_memory_occupation(
+                ResumeMemoryOccupationReqInput(tags=_tags(fresh))
+            )
+
+    def refusal(self, use: Use) -> str:
+        """Why it cannot be done now; empty: it can."""
+        missing = self.state.missing(use, on_host=self._on_host)
+        if missing is None:
+            return ""
+        if missing is Need.WEIGHT_SYNC:
+            return (
+                f"{_verb(use)} refused: engine weights are not valid ({self.state.invalid}); "
+                "complete an update first"
+            )
+        return f"{_verb(use)} refused: the engine sleeps; needs {missing} first"
+
+    def check(self, use: Use) -> None:
+        """
+        Raises:
+            RuntimeError: it cannot be done now.
+        """
+        if refusal := self.refusal(use):
+            raise RuntimeError(refusal)
+
+    @property
+    def _on_host(self) -> bool:
+        return self._spec.device == "cpu"
 
     async def _returned(self, load: asyncio.Task[None], limit_s: float) -> None:
         limit_s += LOADER_GRACE_S
@@ -139,8 +160,7 @@ class EngineWeights:
             raise ValueError(
                 f"{len(messages)} loader messages for {self._spec.num_ranks} ranks of the engine"
             )
-        if self._asleep and self._spec.device != "cpu":
-            raise RuntimeError("the engine sleeps and has no memory for weights; wake it first")
+        self.check(Use.UPDATE)
         self.loading = True
         try:
             begun = await self._manager.begin_weight_update(
@@ -172,6 +192,14 @@ class EngineWeights:
                 selector="target",
             )
         )
+
+
+def _tags(parts: EngineParts) -> list[str]:
+    return [tag for part in sorted(parts) for tag in TAGS[part]]
+
+
+def _verb(use: Use) -> str:
+    return use.value.partition(" ")[0]
 
 
 def _check(step: str, result: tuple[bool, str]) -> None:

@@ -23,6 +23,7 @@ class Resharder:
         self,
         *,
         mover: Mover,
+        back: Mover | None,
         engine: RolloutEngine | None,
         layout: RolloutLayout,
         group: PhaseGroup,
@@ -32,8 +33,13 @@ class Resharder:
         on_stats: Callable[[MoveStats], None],
         config: ReshardSection,
     ) -> None:
-        """``engine`` is None on ranks that do not lead one."""
+        """
+        Args:
+            back: the movement out of the engine through the same window, if there is one.
+            engine: None on ranks that do not lead one.
+        """
         self._mover = mover
+        self._back = back
         self._engine = engine
         self._layout = layout
         self._group = group
@@ -53,7 +59,7 @@ class Resharder:
         Raises:
             RuntimeError: the live parameters are not those of the plan; names the first.
         """
-        messages = self._group.gather(self._mover.open_message())
+        messages = self._group.gather(self._mover.open_message(self._back))
         if self._engine is not None:
             self._engine.call_loader(self._of_my_engine(messages))
         self._group.gather(None)  # the leader has called
@@ -111,5 +117,11 @@ class Resharder:
             self._engine.poll()
 
     def _of_my_engine(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        me = self._layout.coord(self._group.world.rank).engine
-        return [messages[r] for r in self._layout.engine_ranks(me)]
+        return of_engine(messages, self._layout, self._group.world.rank)
+
+
+def of_engine(
+    messages: list[dict[str, Any]], layout: RolloutLayout, rank: int
+) -> list[dict[str, Any]]:
+    """Those of all ranks of the engine that ``rank`` belongs to."""
+    return [messages[r] for r in layout.engine_ranks(layout.coord(rank).engine)]

@@ -86,7 +86,7 @@ def _move(engine: Any, mover: Any) -> Any:
 def _with_release(
     rank: int, world: int, run: Any, case: Case, rollout: RolloutLayout, engine: Any
 ) -> dict[str, Any]:
-    from rlhf.mcore.released import ReleasedParams
+    from rlhf.memory.released import ReleasedParams
     from tests.helpers.round_trips import differing, snapshot
 
     trip, kept = _trip(rank, world, run, case, rollout, engine)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlhf.dist.layout import RolloutLayout, TrainLayout
-from rlhf.mcore.released import ReleasedParams
+from rlhf.memory.released import ReleasedParams
 from rlhf.reshard.execute import MoveStats
 from rlhf.reshard.restore import kept_rows
 from rlhf.reshard.round_trip import round_trip

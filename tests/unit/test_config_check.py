@@ -124,11 +124,6 @@ def test_context_parallelism_needs_nothing_of_heads_or_engines():
         (["rollout.pp=2"], 2, ["rollout.pp: must be 1, is 2"]),
         (["rollout.a2a=deepep"], 2, ["rollout.a2a: must be none"]),
         (["rollout.quantization=block_fp8"], 2, ["rollout.quantization: must be none"]),
-        (
-            ["memory.time_slice=all"],
-            2,
-            ["memory.time_slice: not built yet: all", "set it to engine"],
-        ),
         (["memory.stream_mib=4"], 2, ["memory.stream_mib: 4 has no effect while memory.optimizer"]),
         (["rollout.routes=true"], 2, ["rollout.routes: must be false: llama has no routed"]),
         (["rollout.tp=3"], 4, ["rollout: world=4 must be a multiple of tp*pp=3"]),

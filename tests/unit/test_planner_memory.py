@@ -12,14 +12,22 @@ from hypothesis import strategies as st
 from rlhf.config.schema import MemorySection, ModelSection, RolloutSection, TrainSection
 from rlhf.dist.layout import RolloutLayout, TrainLayout
 from rlhf.dist.layout_text import parse_rollout, parse_train
-from rlhf.memory.table import ALWAYS, NEEDED, Region, Span, residency
+from rlhf.memory.table import (
+    ALWAYS,
+    NEEDED,
+    RESTORE,
+    Region,
+    Span,
+    peak_of,
+    residency,
+    steps_through,
+)
+from rlhf.memory.ways import Choices, Way, choose_way
 from rlhf.planner.buffers import TrainParam, lay_out
 from rlhf.planner.engine_memory import derived_bytes, engine_weight_bytes, kv_token_bytes
 from rlhf.planner.fit import misfits, smallest_change
 from rlhf.planner.memory import Job, Machine, ledger
 from rlhf.planner.train_memory import EXPERT_PARAM, ModelUse, disk_bytes, train_bytes
-from rlhf.rollout.residency import ASLEEP, AWAKE
-from rlhf.types import Phase
 from rlhf.weights.families import (
     full_shapes,
     rollout_param_shapes,
@@ -169,9 +177,14 @@ def test_checkpoints_hold_each_tensor_once():
 @pytest.mark.parametrize("time_slice", ["engine", "all"])
 @pytest.mark.parametrize("optimizer", ["device", "host"])
 @pytest.mark.parametrize("roles", [(), ROLES, ("critic",)])
-def test_a_phase_has_what_it_needs_and_nothing_of_absent_roles(time_slice, optimizer, roles):
-    table = residency(MemorySection(time_slice=time_slice, optimizer=optimizer), roles)
-    for span, held in table.items():
+@pytest.mark.parametrize("from_engine", [False, True])
+def test_a_phase_has_what_it_needs_and_nothing_of_absent_roles(
+    time_slice, optimizer, roles, from_engine
+):
+    memory = MemorySection(time_slice=time_slice, optimizer=optimizer)
+    table = residency(memory, roles, from_engine=from_engine)
+    for span, held in table.held.items():
+        assert held >= table.needed[span]
         of_states = {Region.OPTIMIZER} if span.phase == "SAVE" and optimizer == "host" else set()
         missing = NEEDED[span] - held - of_states
         assert not missing or (missing == {Region.CRITIC} and "critic" not in roles)
@@ -179,23 +192,26 @@ def test_a_phase_has_what_it_needs_and_nothing_of_absent_roles(time_slice, optim
         assert span.role in ("", "actor", *roles)
         for role, region in (("reference", Region.REFERENCE), ("critic", Region.CRITIC_OPTIMIZER)):
             assert role in roles or region not in held
-    assert (Span("RESTORE") in table) == (time_slice == "all")
+    assert (RESTORE in table.held) == (time_slice == "all" and from_engine)
 
 
-def test_without_slicing_phases_hold_what_a_run_holds():
-    """Engines as their residency has them; roles always, but for gradients."""
-    table = residency(MemorySection(), ROLES)
-    for span, held in table.items():
-        phase = Phase(span.phase.lower())
-        assert (held >= SERVING) == (phase in AWAKE)
-        assert not held & SERVING or phase not in ASLEEP
+@pytest.mark.parametrize("num_updates", [1, 2])
+def test_without_slicing_roles_stay_and_engines_are_away_while_models_work(num_updates):
+    table = residency(MemorySection(), ROLES, num_updates=num_updates)
+    for span, held in table.held.items():
+        trains = span.phase in ("SCORE", "UPDATE")
+        assert (held >= SERVING) != trains
+        assert not (held & SERVING and trains)
         assert held >= OF_ROLES
-        assert (Region.GRADIENTS in held) == (span == Span("UPDATE", "actor"))
-        assert (Region.CRITIC_GRADIENTS in held) == (phase is Phase.UPDATE)
+        between = span == Span("UPDATE", "critic") and num_updates > 1
+        assert (Region.GRADIENTS in held) == (span == Span("UPDATE", "actor") or between)
+        assert (Region.CRITIC_GRADIENTS in held) == (span.phase == "UPDATE")
 
 
 def test_slicing_keeps_less_in_every_phase():
-    kept, sliced = (residency(MemorySection(time_slice=name), ROLES) for name in ("engine", "all"))
+    kept, sliced = (
+        residency(MemorySection(time_slice=name), ROLES).held for name in ("engine", "all")
+    )
     for span, held in kept.items():
         assert sliced[span] <= held
     assert Region.ACTOR not in sliced[Span("ROLLOUT")]
@@ -279,3 +295,86 @@ def test_a_larger_world_needs_no_more_on_any_rank():
         # a bucket is a multiple of the ranks that share it
         assert max(large.regions[region]) <= max(sizes) + 4 * 4096
     assert TrainLayout(32, tp=4).dp == 8
+
+
+def _sliced(**changes) -> Job:
+    return _qwen(memory=MemorySection(time_slice="all"), reference=True, **changes)
+
+
+def test_weights_come_back_from_engines_masters_or_a_copy():
+    shape = find_model("qwen2.5-7b")
+    found = ledger(_sliced(critic=shape), MACHINE)
+    assert found.ways == {
+        Region.ACTOR: Way.ENGINE,
+        Region.CRITIC: Way.MASTERS,
+        Region.REFERENCE: Way.COPY,
+    }
+    assert RESTORE in found.phases
+    assert Region.ACTOR in found.phases[Span("SCORE", "reference")], "nothing would bring it back"
+    fp8 = ledger(replace(_sliced(), rollout=RolloutSection(quantization="block_fp8")), MACHINE)
+    assert fp8.ways[Region.ACTOR] is Way.MASTERS, "engines have it rounded"
+    assert RESTORE not in fp8.phases
+    assert ledger(_qwen(), MACHINE).ways == {}
+
+
+def test_the_host_has_a_copy_of_what_nothing_else_brings_back():
+    shape = find_model("qwen2.5-7b")
+    found = ledger(_sliced(critic=shape, reward_model=shape), MACHINE)
+    assert found.host == (
+        sum(found.regions[Region.REFERENCE]) + sum(found.regions[Region.REWARD_MODEL]),
+    )
+    job = replace(_sliced(critic=shape), model=ModelSection(path="qwen2.5-7b", dtype="float32"))
+    found = ledger(job, MACHINE)
+    assert found.ways[Region.CRITIC] is Way.COPY, "a float32 model's weights are its masters"
+    assert found.host == (sum(found.regions[Region.REFERENCE]) + sum(found.regions[Region.CRITIC]),)
+
+
+def test_without_room_to_stay_the_actor_comes_back_from_its_masters():
+    """Then a phase of another role does without it."""
+    job = _sliced(critic=find_model("qwen2.5-7b"))
+    staying = ledger(job, MACHINE)
+    most = max(staying.phase_bytes(Span("UPDATE", "critic")))
+    found = ledger(job, replace(MACHINE, gpu_bytes=most - 1))
+    assert found.ways[Region.ACTOR] is Way.MASTERS
+    assert RESTORE not in found.phases
+    less = max(found.phase_bytes(Span("UPDATE", "critic")))
+    assert most - less == max(found.regions[Region.ACTOR])
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("is_float32", [True, False])
+@pytest.mark.parametrize("served", [True, False])
+@pytest.mark.parametrize("can_stay", [True, False])
+def test_a_way_back_is_never_one_that_does_not_exist(trained, is_float32, served, can_stay):
+    way = choose_way(Choices(trained, is_float32, served, can_stay))
+    assert way is not Way.ENGINE or (served and can_stay)
+    assert way is not Way.MASTERS or (trained and not is_float32)
+    assert (way is Way.COPY) == (not (served and can_stay) and (is_float32 or not trained))
+
+
+STEP = [
+    Span("RESHARD"),
+    Span("ROLLOUT"),
+    Span("SCORE", "actor"),
+    Span("SCORE", "reference"),
+    Span("UPDATE", "actor"),
+    Span("RESHARD"),
+    Span("SAVE"),
+    Span("EVAL"),
+    Span("ROLLOUT"),
+]
+
+
+@pytest.mark.parametrize("time_slice", ["engine", "all"])
+def test_edges_never_have_more_than_the_fullest_phase(time_slice):
+    """Releases come first, so the way between two phases is no higher than the two."""
+    found = ledger(_qwen(memory=MemorySection(time_slice=time_slice), reference=True), MACHINE)
+    sizes = {region: parts[0] for region, parts in found.regions.items()}
+    steps = steps_through(found.table, STEP, sizes)
+    most = max(found.phase_bytes(span)[0] for span in found.phases)
+    assert peak_of(steps, math.inf).size == most
+    assert peak_of(steps, most).fits
+    assert not peak_of(steps, most - 1).fits
+    assert sum(size for name, size in steps if "RESTORE" in name) == (
+        sizes[Region.ACTOR] - sizes[Region.KV_CACHE] if time_slice == "all" else 0
+    )

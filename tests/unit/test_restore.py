@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf.dist.layout import RolloutLayout, TrainLayout
-from rlhf.mcore.released import ReleasedParams
+from rlhf.memory.released import ReleasedParams
 from rlhf.reshard.bounds import lower_bound_bytes
 from rlhf.reshard.execute import Mover
 from rlhf.reshard.plan import plan
