@@ -9,7 +9,7 @@ PIP     := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST  := $(BIN)/python -m pytest
 ARGS    ?=
 # what `make bench` runs, each also as bench-NAME; the module is rlhf.bench.NAME, _ for -
-BENCHES := step logprob packing reshard-copy reshard-gloo reshard-plan
+BENCHES := step logprob packing reshard-copy reshard-gloo reshard-plan recipes
 
 export OMP_WAIT_POLICY = PASSIVE
 export GOMP_SPINCOUNT = 0
@@ -18,7 +18,7 @@ export HF_HUB_OFFLINE = 1
 SHELL_SCRIPTS := launch/*.sh slurm/*.sh tests/slurm/slurm-local
 
 .PHONY: install demo model test lint format test-unit test-dist test-e2e test-full test-reshard-full test-slurm \
-        bench $(BENCHES:%=bench-%) bench-peer bench-copy gpu-check clean
+        bench $(BENCHES:%=bench-%) bench-peer bench-600b bench-copy gpu-check clean
 
 install: $(VENV)/installed-$(FLAVOUR)
 
@@ -85,6 +85,8 @@ bench: install model
 
 $(BENCHES:%=bench-%) bench-peer: bench-%: install model
 	$(BIN)/python -m rlhf.bench.$(subst -,_,$*) $(ARGS)
+
+bench-600b: bench-recipes
 
 bench-copy: install
 	$(BIN)/python -m rlhf.bench.learn_copy $(ARGS)

@@ -18,6 +18,7 @@ from rlhf.dist.stop import Stopper
 from rlhf.dist.world import World, join_world, read_ports
 from rlhf.ground import Closer, Ground, Plan
 from rlhf.preflight import check
+from rlhf.solved import resolved
 
 if TYPE_CHECKING:
     from rlhf.rollout.engine import RoutedLayers
@@ -58,6 +59,7 @@ def make_plan(config: Config, world: World) -> Plan:
     Raises:
         ValueError: all faults at once.
     """
+    config, _ = resolved(config, world.size, world.local_size, "config")
     shape = check(config, world.size, "config")
     rollout = rollout_layout(config.rollout, world.size)
     check_nodes(world, rollout.engine_size)

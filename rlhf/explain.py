@@ -191,6 +191,15 @@ def _from_config(args: Namespace) -> Request:
 
     config = load_config(args.config, args.overrides)
     ranks = args.ranks or config.dist.ranks or default_ranks()
+    autos = [key for key in ("train", "rollout") if getattr(config, key).auto]
+    if autos:
+        raise ConfigError(
+            [
+                f"{args.config}:{key}: auto: has no layout yet; `rlhf plan {args.config} --solve` "
+                "finds one"
+                for key in autos
+            ]
+        )
     try:
         shape = find_model(config.model.path)
     except ValueError as error:

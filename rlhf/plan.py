@@ -7,19 +7,18 @@ from argparse import ArgumentParser, Namespace
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from rlhf.explain import Request, explained, read_request
+from rlhf.explain import Request, read_request
+from rlhf.solved import MEMORY_OPTIONS, default_config, moved_seconds, solve_text
 
 if TYPE_CHECKING:
     from rlhf.planner.load import Load
     from rlhf.planner.memory import Job, Machine
     from rlhf.planner.report import Plan
     from rlhf.planner.speeds import Speeds
-    from rlhf.planner.step_time import Moved
 
 GPU_GB, HOST_GB, OTHER_GB = 80.0, 2000.0, 8.0
 MOST_GB = 1e9
 """More than any machine has: an exabyte."""
-MEMORY_OPTIONS = ("time_slice", "optimizer")
 SPEED_OPTIONS = {
     "nic_gbs": "nic_gbs",
     "nvlink_gbs": "nvlink_gbs",
@@ -56,6 +55,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--gpu-hbm-gbs", type=float, help="GB/s of a GPU's memory")
     parser.add_argument("--prompt-tokens", type=float, help="in the mean (half of the longest)")
     parser.add_argument("--answer-tokens", type=float, help="in the mean (half of the longest)")
+    parser.add_argument("--solve", action="store_true", help="find the layouts")
     parser.add_argument("--check", action="store_true", help="one line for each of some CONFIGs")
     parser.add_argument(
         "--compare",
@@ -74,6 +74,10 @@ def run(args: Namespace) -> tuple[str, bool]:
     from rlhf.planner.report import check_line, plan_text
     from rlhf.reshard.explain_text import rollout_words, train_words
 
+    if args.solve:
+        if args.check:
+            raise ValueError("--solve, --check: give one of them")
+        return solve_text(args, read_machine(args), read_speeds_of(args))
     if args.check:
         plans = {one.config: make_plan(one)[0] for one in _each_config(args)}
         fits = all(plan.fits for plan in plans.values())
@@ -113,24 +117,6 @@ def make_plan(args: Namespace) -> tuple[Plan, Request]:
     times = step_times(job, speeds, load, machine, found.kv_tokens, moved)
     timing = Timing(times, load, speeds, job.train_layout.world)
     return Plan(request.name, job, machine, found, disk, faults, change, timing), request
-
-
-def moved_seconds(request: Request, job: Job, speeds: Speeds) -> Moved:
-    """Of a reshard, and of the way back where roles give their memory away: from their real plans.
-
-    Engines that keep block fp8 cannot give back what was trained; then it comes from the host.
-    """
-    from rlhf.planner.step_time import Moved, train_shard_bytes
-    from rlhf.reshard.explain import LinkSpeeds
-
-    links = LinkSpeeds(speeds.nic_gbs, speeds.nvlink_gbs)
-    reshard_s = explained(request, links)[0].predicted_s
-    if job.memory.time_slice != "all":
-        return Moved(reshard_s, 0.0)
-    if request.rollout.quantization != "none":
-        shard = train_shard_bytes(job.shape, job.train_layout, job.itemsize)
-        return Moved(reshard_s, shard / (speeds.pcie_gbs * GIGA))
-    return Moved(reshard_s, explained(request, links, back=True)[0].predicted_s)
 
 
 def read_machine(args: Namespace) -> Machine:
@@ -195,29 +181,8 @@ def _job_of_config(args: Namespace, request: Request) -> tuple[Job, Load]:
 
 
 def _job(args: Namespace, request: Request) -> tuple[Job, Load]:
-    """GRPO without a reference, with a configuration's defaults; 64 prompts of 8 answers."""
-    from rlhf.config.schema import (
-        BatchSection,
-        Config,
-        DataSection,
-        JsonlSource,
-        MemorySection,
-        ModelSection,
-        OptimizerSection,
-        TrainSection,
-    )
     from rlhf.planner.job import job_of, load_of
 
-    chosen = {key: value for key in MEMORY_OPTIONS if (value := getattr(args, key))}
-    config = Config(
-        run_dir="runs",
-        num_steps=1,
-        model=ModelSection(path=request.name),
-        train=TrainSection(sequence_parallel=request.train.tp > 1, recompute="full"),
-        memory=MemorySection(**chosen),
-        data=DataSection(train=(JsonlSource(type="jsonl", name="any", path="any"),)),
-        batch=BatchSection(prompts_per_step=64, samples_per_prompt=8),
-        optimizer=OptimizerSection(lr=1e-6),
-    )
+    config = default_config(request.name, args, sequence_parallel=request.train.tp > 1)
     job = job_of(config, request.shape, request.train, request.rollout, request.window_bytes)
     return job, load_of(config, args.prompt_tokens, args.answer_tokens)

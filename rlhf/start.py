@@ -24,9 +24,11 @@ def start(config: Config, source: str, arguments: Sequence[str], logs: Path | No
     from rlhf.dist.node import num_nodes, this_node
     from rlhf.launch import Job, default_ranks, launch
     from rlhf.preflight import check, check_data
+    from rlhf.solved import resolved
 
     ranks = config.dist.ranks or default_ranks() * num_nodes()
     node = this_node(ranks)
+    config, _ = resolved(config, ranks, ranks // num_nodes(), source)  # a rank says what it is
     check(config, ranks, source)
     check_data(config)
     job = Job("rlhf.train", arguments, config.dist.stop_grace_s, logs)

@@ -20,6 +20,7 @@ from rlhf.ending import end_failed, outlive_stdout
 from rlhf.launch import EXIT_USAGE, LAUNCHER_PID
 from rlhf.preflight import check, check_loop, notes
 from rlhf.rollout.lifeline import die_with_parent
+from rlhf.solved import resolved
 from rlhf.types import Phase
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         world = join_world()
         config = load_config(args.config, args.overrides)
+        config, chosen = resolved(config, world.size, world.local_size, args.config)
         shape = check(config, world.size, args.config)
         check_loop(args.loop)
     except (RuntimeError, ValueError) as error:
@@ -44,6 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(error, file=sys.stderr)
         return EXIT_USAGE
     if world.rank == 0:
+        if chosen:
+            print(chosen, file=sys.stderr)
         for note in notes(shape):
             print(f"{config.model.path}: {note}", file=sys.stderr)
     return run_rank(config, world, args.loop, record=not args.no_record, log_phases=args.log_phases)

@@ -19,6 +19,11 @@ def _not_a_truth_value(value: Any) -> Any:
     return value
 
 
+def _auto_word(value: Any) -> Any:
+    """The word auto for a section that holds nothing else."""
+    return {"auto": True} if value == "auto" else value
+
+
 Int = Annotated[int, BeforeValidator(_not_a_truth_value)]
 Float = Annotated[float, BeforeValidator(_not_a_truth_value)]
 Count = Annotated[Int, Field(ge=0)]
@@ -73,6 +78,9 @@ class ExpertsSection(Section):
 class TrainSection(Section):
     """Megatron's layout and how a pass runs. dp = ranks / (tp * pp * cp)."""
 
+    auto: bool = False
+    """The layout with the shortest predicted step of those that fit is chosen before the run; keys
+    that are given beside it stay. `train: auto` is short for it."""
     tp: PositiveInt = 1
     pp: PositiveInt = 1
     vpp: PositiveInt = 1
@@ -114,6 +122,8 @@ class SamplingSection(Section):
 class RolloutSection(Section):
     """SGLang's layout, its memory and how answers are sampled. Engines = ranks / (tp * pp)."""
 
+    auto: bool = False
+    """As train.auto, of the engines. `rollout: auto` is short for it."""
     tp: PositiveInt = 1
     dp: PositiveInt = 1
     """DP-attention inside an engine: attention tp = tp / dp."""
@@ -375,8 +385,8 @@ class Config(Section):
     seed: Seed = 0
     num_steps: PositiveInt
     model: ModelSection
-    train: TrainSection = TrainSection()
-    rollout: RolloutSection = RolloutSection()
+    train: Annotated[TrainSection, BeforeValidator(_auto_word)] = TrainSection()
+    rollout: Annotated[RolloutSection, BeforeValidator(_auto_word)] = RolloutSection()
     reshard: ReshardSection = ReshardSection()
     memory: MemorySection = MemorySection()
     data: DataSection

@@ -6,6 +6,7 @@ as many.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlhf.weights.model_shape import ModelShape
@@ -64,6 +65,15 @@ def layer_work(shape: ModelShape, number: int) -> LayerWork:
     )
 
 
+def layer_counts(shape: ModelShape, layers: Sequence[range]) -> list[tuple[LayerWork, int]]:
+    """The kinds of layers in some runs of them, and how many there are of each."""
+    first = 0 if shape.moe is None else shape.moe.first_dense
+    dense = sum(len(range(r.start, min(r.stop, first))) for r in layers) if first else 0
+    rest = sum(map(len, layers)) - dense
+    found = ((0, dense), (first, rest))  # a layer of the kind, and how many
+    return [(layer_work(shape, number), count) for number, count in found if count]
+
+
 def _attention(shape: ModelShape) -> tuple[int, int]:
     """(parameters, FLOPs per pair of tokens)."""
     hidden, heads, width = shape.hidden_size, shape.num_heads, shape.head_dim
@@ -95,5 +105,6 @@ def outer_params(shape: ModelShape) -> int:
 
 def num_params(shape: ModelShape) -> int:
     """Of the whole model."""
-    layers = sum(layer_work(shape, n).params for n in range(shape.num_layers))
+    counts = layer_counts(shape, [range(shape.num_layers)])
+    layers = sum(work.params * count for work, count in counts)
     return layers + outer_params(shape) * (1 if shape.tied_embeddings else 2)

@@ -8,6 +8,7 @@ from typing import Any
 
 from rlhf.dist.layout import LayoutError
 from rlhf.memory.table import Region, Span
+from rlhf.planner.least import cannot_fit
 from rlhf.planner.memory import Job, Ledger, Machine, ledger
 from rlhf.weights.families import rollout_faults
 
@@ -78,6 +79,8 @@ def _phase_misfit(found: Ledger, span: Span, machine: Machine) -> Misfit | None:
 def smallest_change(job: Job, machine: Machine) -> Change | None:
     """The first change of :func:`_changes` after which everything fits, None if there is none."""
     for words, changed in _changes(job):
+        if cannot_fit(changed, machine):
+            continue
         found = ledger(changed, machine)
         if not misfits(changed, found, machine):
             return Change(words, found, changed.train_layout.world)

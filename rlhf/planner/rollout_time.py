@@ -13,7 +13,7 @@ from rlhf.dist.layout import RolloutLayout
 from rlhf.planner.arithmetic import (
     LayerWork,
     decode_context_flops,
-    layer_work,
+    layer_counts,
     outer_params,
 )
 from rlhf.planner.engine_memory import kv_token_bytes
@@ -136,12 +136,11 @@ def step_cost(held: Served, batch: float, context: float, speeds: Speeds) -> Ste
     memory = speeds.hbm_gbs * GIGA * speeds.decode_bandwidth
     ratio = speeds.float32_ratio if held.itemsize == 4 else 1.0
     arithmetic = speeds.peak_tflops * TERA * speeds.prefill_matmul * ratio
-    works = [layer_work(shape, n) for n in range(shape.num_layers)]
     head = outer_params(shape) / layout.attention_tp
     loaded = head * held.itemsize
     flops = 2 * at_a_time * head
     communication = overhead = 0.0
-    for work, count in _counted(works):
+    for work, count in layer_counts(shape, [range(shape.num_layers)]):
         loaded += count * _touched_params(held, work, at_a_time) * held.weight_bytes
         flops += count * _rank_flops(held, work, at_a_time)
         communication += count * _layer_communication_s(held, work, at_a_time, speeds)
@@ -164,8 +163,7 @@ def prefill_s(held: Served, load: Load, speeds: Speeds) -> float:
     arithmetic = speeds.peak_tflops * TERA * speeds.prefill_matmul * ratio
     rows = tokens / layout.dp
     compute = communication = 0.0
-    works = [layer_work(shape, n) for n in range(shape.num_layers)]
-    for work, count in _counted(works):
+    for work, count in layer_counts(shape, [range(shape.num_layers)]):
         seen = load.prompt_tokens / 2 * work.context_flops / layout.attention_tp
         compute += count * (_rank_flops(held, work, rows) + rows * seen)
         latency = _layer_communication_s(held, work, 0.0, speeds)
@@ -173,13 +171,6 @@ def prefill_s(held: Served, load: Load, speeds: Speeds) -> float:
     passes = max(1.0, tokens / PREFILL_TOKENS)
     overhead = passes * (speeds.prefill_pass_s + shape.num_layers * speeds.layer_s)
     return compute / arithmetic + communication + overhead
-
-
-def _counted(works: list[LayerWork]) -> list[tuple[LayerWork, int]]:
-    kinds: dict[LayerWork, int] = {}
-    for work in works:
-        kinds[work] = kinds.get(work, 0) + 1
-    return list(kinds.items())
 
 
 def _mlp_tp(held: Served) -> int:
@@ -198,6 +189,20 @@ def _touched_params(held: Served, work: LayerWork, batch: float) -> float:
     tokens = batch * layout.dp
     share = 1 - (1 - work.experts_per_token / work.num_experts) ** tokens
     return dense + share * work.num_experts * work.expert_params / layout.tp
+
+
+def engine_params(held: Served) -> float:
+    """Of the matrices of all layers on a rank; of its own stage and as many more, with pp."""
+    layout, shape = held.layout, held.shape
+    return sum(
+        count
+        * (
+            work.attention_params / layout.attention_tp
+            + work.mlp_params / _mlp_tp(held)
+            + work.num_experts * work.expert_params / layout.tp
+        )
+        for work, count in layer_counts(shape, [range(shape.num_layers)])
+    )
 
 
 def _rank_flops(held: Served, work: LayerWork, rows: float) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rlhf.dist.layout import TrainLayout
 from rlhf.memory.table import Span
-from rlhf.planner.arithmetic import layer_work, num_params
+from rlhf.planner.arithmetic import layer_counts, num_params
 from rlhf.planner.links import GIGA
 from rlhf.planner.load import Load, PhaseTime
 from rlhf.planner.memory import Job, Machine
@@ -117,8 +117,8 @@ def _scored(job: Job) -> dict[str, ModelShape]:
 
 def train_shard_bytes(shape: ModelShape, layout: TrainLayout, itemsize: int) -> float:
     """Of a rank's weights in training, in the mean."""
-    works = [layer_work(shape, n) for n in range(shape.num_layers)]
-    experts = sum(work.num_experts * work.expert_params for work in works)
+    counts = layer_counts(shape, [range(shape.num_layers)])
+    experts = sum(count * work.num_experts * work.expert_params for work, count in counts)
     dense = num_params(shape) - experts
     shard = dense / layout.tp + experts / (layout.expert_tp * layout.ep)
     return shard * itemsize / layout.pp

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from rlhf.config.schema import TrainSection
 from rlhf.dist.layout import TrainLayout
-from rlhf.planner.arithmetic import LayerWork, layer_work, outer_params
+from rlhf.planner.arithmetic import LayerWork, layer_counts, outer_params
 from rlhf.planner.links import GIGA, Group, exchange_s, gather_s, reduce_s, send_s
 from rlhf.planner.load import Load, PhaseTime
 from rlhf.planner.speeds import Speeds
@@ -152,17 +152,19 @@ def stages(held: Trained, load: Load, speeds: Speeds) -> list[Stage]:
     for pp in range(layout.pp):
         forward, again = Cost(overhead=speeds.microbatch_s), Cost()
         params = experts = 0.0
-        for n in (n for v in range(layout.vpp) for n in layout.layers(shape.num_layers, pp, v)):
-            work = layer_work(shape, n)
+        chunks = [layout.layers(shape.num_layers, pp, v) for v in range(layout.vpp)]
+        for work, count in layer_counts(shape, chunks):
             if work not in kinds:
                 whole = layer_forward(held, work, rows, load.seen_tokens, speeds)
                 attention = _attention_s(held, work, rows, load.seen_tokens, speeds)
                 kinds[work] = whole, Cost(compute=attention)
             whole, attention_only = kinds[work]
-            forward += whole
-            again += {"full": whole, "selective": attention_only}.get(held.train.recompute, Cost())
-            params += work.dense_params / layout.tp
-            experts += work.num_experts * work.expert_params / (layout.ep * layout.expert_tp)
+            repeated = {"full": whole, "selective": attention_only}
+            forward += whole.times(count)
+            again += repeated.get(held.train.recompute, Cost()).times(count)
+            params += count * work.dense_params / layout.tp
+            shared = layout.ep * layout.expert_tp
+            experts += count * work.num_experts * work.expert_params / shared
         inner = Stage(forward, Cost(), again, params, experts)
         out.append(_with_ends(held, pp, rows, answers, inner, speeds))
     return out

@@ -70,6 +70,7 @@ FLOORS = [
         "tune",
         "rehearsal",
         "rehearse",
+        "solved",
         "start",
         "state",
     },
