@@ -19,11 +19,6 @@ def _not_a_truth_value(value: Any) -> Any:
     return value
 
 
-def _auto_word(value: Any) -> Any:
-    """The word auto for a section that holds nothing else."""
-    return {"auto": True} if value == "auto" else value
-
-
 Int = Annotated[int, BeforeValidator(_not_a_truth_value)]
 Float = Annotated[float, BeforeValidator(_not_a_truth_value)]
 Count = Annotated[Int, Field(ge=0)]
@@ -35,6 +30,7 @@ Seconds = Annotated[Float, Field(gt=0, le=2_000_000)]
 """A time limit; the system counts milliseconds in 32 bits, which hold 24 days."""
 Seed = Annotated[Int, Field(ge=0, lt=2**32)]
 Text = Annotated[str, Field(min_length=1)]
+AutoWord = BeforeValidator(lambda value: {"auto": True} if value == "auto" else value)
 
 
 class Section(BaseModel):
@@ -79,8 +75,7 @@ class TrainSection(Section):
     """Megatron's layout and how a pass runs. dp = ranks / (tp * pp * cp)."""
 
     auto: bool = False
-    """The layout with the shortest predicted step of those that fit is chosen before the run; keys
-    that are given beside it stay. `train: auto` is short for it."""
+    """The layout with the shortest predicted step is chosen; keys that are given stay."""
     tp: PositiveInt = 1
     pp: PositiveInt = 1
     vpp: PositiveInt = 1
@@ -123,7 +118,7 @@ class RolloutSection(Section):
     """SGLang's layout, its memory and how answers are sampled. Engines = ranks / (tp * pp)."""
 
     auto: bool = False
-    """As train.auto, of the engines. `rollout: auto` is short for it."""
+    """As train.auto."""
     tp: PositiveInt = 1
     dp: PositiveInt = 1
     """DP-attention inside an engine: attention tp = tp / dp."""
@@ -385,8 +380,8 @@ class Config(Section):
     seed: Seed = 0
     num_steps: PositiveInt
     model: ModelSection
-    train: Annotated[TrainSection, BeforeValidator(_auto_word)] = TrainSection()
-    rollout: Annotated[RolloutSection, BeforeValidator(_auto_word)] = RolloutSection()
+    train: Annotated[TrainSection, AutoWord] = TrainSection()
+    rollout: Annotated[RolloutSection, AutoWord] = RolloutSection()
     reshard: ReshardSection = ReshardSection()
     memory: MemorySection = MemorySection()
     data: DataSection

@@ -11,7 +11,7 @@ from rlhf.memory.table import Region, Span, residency
 from rlhf.planner.activations import pass_bytes
 from rlhf.planner.arithmetic import layer_counts, outer_params
 from rlhf.planner.engine_memory import kv_token_bytes
-from rlhf.planner.memory import STREAM_BYTES, Job, Machine
+from rlhf.planner.memory import Job, Machine
 from rlhf.planner.rollout_time import Served, engine_params
 from rlhf.planner.train_time import GRADIENT_BYTES, STATE_BYTES
 from rlhf.weights.model_shape import ModelShape
@@ -91,6 +91,6 @@ def _trained(
     owned = dense / replicas + experts / (layout.edp if layout.ep > 1 else replicas)
     state = owned * (STATE_BYTES if job.itemsize != 4 else STATE_BYTES - MASTER_BYTES)
     if job.memory.optimizer == "host":
-        state = min(state, STREAM_BYTES)
+        state = 0.0  # two buffers of a state's chunks are left out
     params = dense + experts
     return dict(zip(regions, (params * job.itemsize, params * GRADIENT_BYTES, state), strict=True))
