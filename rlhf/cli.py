@@ -160,8 +160,13 @@ def _explain(args: argparse.Namespace) -> int:
 
 def _tune(args: argparse.Namespace) -> int:
     from rlhf.tune.command import run
+    from rlhf.tune.slices import SliceError
 
-    print(run(args))
+    try:
+        print(run(args))
+    except SliceError as error:
+        print(error, file=sys.stderr)
+        return 1
     return 0
 
 

@@ -56,7 +56,7 @@ def run(args: Namespace) -> str:
 
     Raises:
         ValueError: the configuration or the arguments are wrong.
-        RuntimeError: a slice failed.
+        SliceError: a slice failed.
     """
     from rlhf.promise import device_name, promise_of, speeds_of, this_machine
     from rlhf.tune.calibrate import calibrate

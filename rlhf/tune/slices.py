@@ -20,8 +20,14 @@ SETTINGS = (
     *("optimizer.lr=1e-30", "optimizer.min_lr=0"),
 )
 """A slice writes little, and its weights stay what they are."""
-CRITIC_SETTINGS = ("critic.optimizer.lr=1e-30", "critic.optimizer.min_lr=0")
+CRITIC_SETTINGS = (
+    *("critic.optimizer.lr=1e-30", "critic.optimizer.min_lr=0", "critic.warmup_steps=0"),
+)
 LAST_LINES = 5
+
+
+class SliceError(RuntimeError):
+    """A slice did not end well; its text says how, and what it said last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +45,7 @@ class Slices:
         """Rounds without the first, and seconds of everything.
 
         Raises:
-            RuntimeError: the run failed; with the end of what it said.
+            SliceError: the run failed.
         """
         folder = self.folder / name
         job.write(folder)
@@ -52,7 +58,7 @@ class Slices:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             said = "\n".join((done.stderr or done.stdout).strip().splitlines()[-LAST_LINES:])
-            raise RuntimeError(
+            raise SliceError(
                 f"a slice of {self.config_path} with {' '.join(changes) or 'its own settings'} "
                 f"ended with status {done.returncode}:\n{said}"
             )

@@ -98,7 +98,7 @@ def tune(
         seconds: for everything; a slice that has begun is finished.
 
     Raises:
-        RuntimeError: a slice failed.
+        SliceError: a slice failed.
     """
     began = time.monotonic()
     tried: list[Tried] = []

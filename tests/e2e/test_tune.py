@@ -42,3 +42,14 @@ def test_wrong_use_is_refused_before_anything_runs(tmp_path):
     status, _, err = rlhf("tune", str(config), "--out", str(config))
     assert status == 2
     assert "would overwrite another file of this command" in err
+
+
+def test_a_slice_that_fails_is_told_with_its_last_words(tmp_path):
+    config = tiny_config(tmp_path)
+    (tmp_path / "reward.py").write_text("def share_of_letters(*_):\n    raise KeyError('broken')\n")
+    words = [f"--out={tmp_path / 'o.yaml'}", f"--calibration={tmp_path / 's.yaml'}"]
+    status, _, err = rlhf("tune", str(config), *words)
+    assert status == 1
+    assert f"a slice of {config} with its own settings ended with status" in err
+    assert "broken" in err
+    assert not (tmp_path / "o.yaml").exists()
