@@ -190,10 +190,12 @@ requeue() { # reason, status if Slurm refuses. A job that is being cancelled mus
   local state
   state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T 2>/dev/null || true)
   if [[ $state != RUNNING ]]; then
-    say "$1; not requeued: the job is ${state:-gone}"
+    say "$1; left to Slurm: the job is ${state:-gone}"
     exit "$2"
   fi
   say "$1: requeued; the next attempt goes on from the newest checkpoint"
+  trap 'exit 0' TERM # with it Slurm ends this script
   scontrol requeue "$SLURM_JOB_ID" || { say "Slurm did not requeue the job: submit it again"; exit "$2"; }
-  sleep 600 # Slurm ends this script
+  sleep 600 &
+  wait
 }

@@ -24,7 +24,7 @@ def cluster() -> Iterator[Cluster]:
         why = f"{', '.join(missing)} not found" if missing else "needs root, to make nodes"
         pytest.skip(f"a private Slurm: {why}; `make test-slurm` as root installs Debian's and runs")
     with tempfile.TemporaryDirectory(prefix="sl") as folder:  # short: sockets lie in it
-        found = Cluster(Path(folder), port=12000 + os.getpid() % 700 * 8)
+        found = Cluster(Path(folder), port=30000 + os.getpid() % 300 * 8)
         found.control("up", str(NUM_NODES))
         try:
             yield found

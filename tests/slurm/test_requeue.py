@@ -107,3 +107,13 @@ def test_a_wrong_request_is_refused_once(cluster, tmp_path):
     facts = job.wait()
     assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("FAILED", "2:0", "0")
     assert "model.pth" in job.output()
+
+
+def test_a_run_that_fails_is_started_again_as_often_as_asked(cluster, tmp_path):
+    job = cluster.submit(tiny_config(tmp_path), 2, MAX_RESTARTS="1", PYTHON="/bin/false")
+    facts = job.wait("FAILED")
+    assert (facts["ExitCode"], facts["Restarts"]) == ("1:0", "1")
+    log = job.log.read_text(encoding="utf-8")
+    assert "failed with status 1, restart 1 of 1: requeued" in log
+    assert "failed with status 1 after 1 restarts" in log
+    assert "asked to stop" not in log
