@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import textwrap
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlhf.saved import complete_steps
 
+MARGIN = 0.05
+"""By which a phase may be over its prediction, as in a run."""
 WIDTH, INDENT = 88, 11
 NOT_SHOWN = (
     "GPU kernels and collectives, memory at full size (`rlhf plan`), speed "
@@ -26,6 +29,8 @@ class Verdict:
     verified: bool  # checksums of every reshard were compared, and are equal
     worst_gap: float  # mean |rollout_logprobs - old_logprobs| of the worst step
     grad_norms: dict[str, float]  # optimizer -> largest
+    held_mib: dict[str, float]  # phase -> of the fullest rank
+    over_plan: list[str]  # phases that held more than was predicted
     checkpoints: list[int]
     exported: bool
 
@@ -37,12 +42,15 @@ class Verdict:
         equal = ", what engines hold has the checksums of what was sent" if self.verified else ""
         none = ": all answers to a prompt earned the same, as a random model's do under a rule"
         signal = "" if any(self.grad_norms.values()) else none
+        held = ", ".join(f"{name} {size:.1f}" for name, size in self.held_mib.items())
+        above = f"above the plan: {', '.join(self.over_plan) or 'none'}"
         words = {
             "ran": f"{self.steps} steps; seconds of the phases: {phases}",
             "reshard": f"{self.steps + 1} times{equal}",
             "agree": f"rollout and trainer within {self.worst_gap:.2g} nats per token (mean of "
             "the worse step)",
             "learn": f"largest gradient norm: {norms}{signal}",
+            "memory": f"MiB of the regions in a phase: {held}; {above}",
             "saved": saved + ("; exported as a Hugging Face folder" if self.exported else ""),
         }
         return [folded(name, text) for name, text in words.items()]
@@ -59,6 +67,12 @@ def read_verdict(run_dir: Path) -> Verdict:
             name = key.removeprefix("seconds/")
             if name != key and name != "step":
                 seconds[name] = seconds.get(name, 0.0) + value
+    held: dict[str, float] = {}
+    over = set()
+    for name, measured, predicted in (item for row in rows for item in _phase_bytes(row)):
+        held[name] = max(held.get(name, 0.0), measured * 1024)
+        if measured > predicted * (1 + MARGIN):
+            over.add(name)
     return Verdict(
         steps=len(steps),
         seconds=seconds,
@@ -69,9 +83,19 @@ def read_verdict(run_dir: Path) -> Verdict:
             for name, key in (("actor", "optim"), ("critic", "critic"))
             if any(f"{key}/grad_norm" in row for row in steps)
         },
+        held_mib=held,
+        over_plan=sorted(over),
         checkpoints=complete_steps(run_dir / "checkpoints"),
         exported=(run_dir / "hf" / "config.json").is_file(),
     )
+
+
+def _phase_bytes(row: dict[str, Any]) -> Iterator[tuple[str, float, float]]:
+    """Phase, GiB that it held, GiB that the plan says."""
+    for key, size in row.items():
+        name = key.removeprefix("memory/").removesuffix("_gib")
+        if (predicted := row.get(f"memory/{name}_predicted_gib")) is not None:
+            yield name, size, predicted
 
 
 def resumed_words(run_dir: Path, first_step: int) -> str:

@@ -81,7 +81,9 @@ def server_args(spec: EngineSpec) -> dict[str, Any]:
             "disable_cuda_graph": True,
             "disable_overlap_schedule": True,
             "max_total_tokens": spec.kv_tokens or full,
-            "mem_fraction_static": 0.2,  # not used: max_total_tokens decides
+            # max_total_tokens decides; but an engine refuses to start when others on the machine
+            # have taken more than this of what was free before it loaded its weights
+            "mem_fraction_static": 0.9,
         }
     else:
         args |= {

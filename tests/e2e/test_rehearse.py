@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from rlhf.config.load import load_config
 from tests.helpers.runs import read_metrics, rlhf, tiny_config
 
 
@@ -22,7 +23,11 @@ def test_671b_on_128_gpus_runs_on_four_ranks(tmp_path):
     steps = _steps(kept)
     assert len(steps) == 2
     assert all(row["optim/grad_norm"] > 0 and row["reshard/verify_s"] > 0 for row in steps)
+    config = load_config(kept / "rehearsal.yaml")
+    assert (config.memory.time_slice, config.memory.optimizer) == ("all", "host")
     for line in (
+        "memory     MiB of the regions in a phase: ",
+        "above the plan: none",
         "train.pp                               4           2",
         "train.cp                               4           1  not kept",
         "rollout.a2a: deepep -> none: not supported yet",
