@@ -112,6 +112,8 @@ def _read(args: Namespace) -> _Job:
     from rlhf.rehearsal.folders import actor_model, value_model
 
     config = load_config(args.config, args.overrides)
+    if faults := [f"{args.config}:{fault}" for fault in _auto_faults(config)]:
+        raise ConfigError(faults)
     key = "model.path"
     try:
         actor = actor_model(config)
@@ -129,6 +131,16 @@ def _read(args: Namespace) -> _Job:
     if faults := [f"{args.config}:{fault}" for fault in _model_faults(job)]:
         raise ConfigError(faults)
     return job
+
+
+def _auto_faults(config: Config) -> Iterator[str]:
+    """What a search would choose is of the machine where it is asked, which is not the job's."""
+    for key, section in (("train", config.train), ("rollout", config.rollout)):
+        if section.auto:
+            yield (
+                f"{key}: auto: a rehearsal needs the layout that is to be made small; write what "
+                "`rlhf plan CONFIG --solve` finds for the job's machines"
+            )
 
 
 def _model_faults(job: _Job) -> Iterator[str]:

@@ -105,6 +105,7 @@ def test_a_rehearsal_passes_the_checks_of_a_run(capsys, tmp_path, path, ranks):
         (f"{LARGE} --ranks 256", "--ranks: must be at most the 128 ranks of the job"),
         (f"{LARGE} --keep {ROOT}", f"--keep: {ROOT} must be a new or empty folder"),
         (f"{LARGE} --loop nothing.py:train", "--loop nothing.py:train: no file"),
+        (f"{LARGE} train=auto", "train: auto: a rehearsal needs the layout that is to be made"),
         (f"{LARGE} --ranks 3", "give one of 1, 2, 4, 8, 16, 32, 64, 128"),
         (f"{LARGE} model.path=deepseek", "model.path: model 'deepseek' is no folder"),
     ],
