@@ -29,7 +29,7 @@ class Verdict:
     verified: bool  # checksums of every reshard were compared, and are equal
     worst_gap: float  # mean |rollout_logprobs - old_logprobs| of the worst step
     grad_norms: dict[str, float]  # optimizer -> largest
-    held_mib: dict[str, float]  # phase -> of the fullest rank
+    held_mib: dict[str, float]  # phase -> of the fullest rank; empty where a run does not measure
     over_plan: list[str]  # phases that held more than was predicted
     checkpoints: list[int]
     exported: bool
@@ -50,10 +50,10 @@ class Verdict:
             "agree": f"rollout and trainer within {self.worst_gap:.2g} nats per token (mean of "
             "the worse step)",
             "learn": f"largest gradient norm: {norms}{signal}",
-            "memory": f"MiB of the regions in a phase: {held}; {above}",
+            "memory": f"MiB of the regions in a phase: {held}; {above}" if held else "",
             "saved": saved + ("; exported as a Hugging Face folder" if self.exported else ""),
         }
-        return [folded(name, text) for name, text in words.items()]
+        return [folded(name, text) for name, text in words.items() if text]
 
 
 def read_verdict(run_dir: Path) -> Verdict:
