@@ -20,6 +20,7 @@ from rlhf.planner.load import Load
 from rlhf.planner.memory import Machine, ledger
 from rlhf.planner.speeds import CPU, H100, Speeds, read_speeds
 from rlhf.reshard.explain import LinkSpeeds
+from rlhf.solved import moved_seconds
 from rlhf.weights.model_shape import ModelShape
 
 PLAN = "plan.json"
@@ -46,8 +47,6 @@ def promise_of(
     speeds: Speeds,
 ) -> tuple[Promise, Load]:
     """Of a configuration that has been checked; plans its reshard."""
-    from rlhf.plan import moved_seconds
-
     train, rollout = layouts
     request = request_of(config, shape, layouts, machine.gpus_per_node)
     job = job_of(config, shape, train, rollout, request.window_bytes)

@@ -111,9 +111,11 @@ def read_subject(path: str, overrides: tuple[str, ...]) -> Subject:
     from rlhf.config.load import load_config
     from rlhf.launch import default_ranks
     from rlhf.preflight import check, check_data
+    from rlhf.solved import resolved
 
     config = load_config(path, overrides)
     ranks = config.dist.ranks or default_ranks()
+    config, _ = resolved(config, ranks, ranks, path)
     shape = check(config, ranks, path)
     check_data(config)
     train, rollout = train_layout(config.train, ranks), rollout_layout(config.rollout, ranks)
@@ -163,12 +165,14 @@ def fault_finder(subject: Subject, machine: Machine) -> Callable[[str], str | No
     from rlhf.planner.job import job_of
     from rlhf.planner.memory import ledger
     from rlhf.preflight import check
+    from rlhf.solved import resolved
     from rlhf.tune.slices import without_keys
 
     def fault(override: str) -> str | None:
         words = [*without_keys(subject.overrides, [override]), override]
         try:
             config = load_config(subject.path, words)
+            config, _ = resolved(config, subject.ranks, subject.ranks, subject.path)
             shape = check(config, subject.ranks, subject.path)
         except ValueError as error:
             return str(error).splitlines()[0]
