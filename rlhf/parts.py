@@ -33,6 +33,7 @@ from rlhf.reshard.export import Exporter
 from rlhf.reshard.round_trip import round_trip
 from rlhf.reshard.rounds import Area
 from rlhf.reshard.schedule import RankPlan, rank_plan
+from rlhf.reshard.shard_sums import ShardRecord
 from rlhf.reshard.topology import Topology
 from rlhf.reshard.transport import DistTransport
 from rlhf.rewards.build import Rewards, build_rewards
@@ -197,9 +198,11 @@ def _resharder(
     recorder: Recorder,
 ) -> Resharder:
     config, mover, back = ground.plan.config, *_movers(ground, memory, actor)
+    record = ShardRecord(actor.params)
     resharder = Resharder(
         mover=mover,
         back=back,
+        record=record if back is not None else None,
         engine=engine,
         layout=ground.plan.rollout,
         group=ground.group,
@@ -213,14 +216,17 @@ def _resharder(
         engine.wait_ready()
     resharder.open()
     memory.time_slice.add(EngineMemory(engine, ground.group))
-    restorer = back and Restorer(
-        mover=back,
-        engine=engine,
-        layout=ground.plan.rollout,
-        group=ground.group,
-        timeout_s=config.reshard.timeout_s,
-    )
-    memory.add_actor(ground, actor.model, actor.optimizer, restorer and restorer.run)
+    restore = None
+    if back is not None:
+        restore = Restorer(
+            mover=back,
+            record=record,
+            engine=engine,
+            layout=ground.plan.rollout,
+            group=ground.group,
+            timeout_s=config.reshard.timeout_s,
+        ).run
+    memory.add_actor(ground, actor.model, actor.optimizer, restore)
     return resharder
 
 

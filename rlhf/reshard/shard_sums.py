@@ -37,3 +37,19 @@ def restore_faults(before: Mapping[str, int], params: Mapping[str, Tensor]) -> t
     faults = [f"{name} is not what it was before its memory was given up" for name in wrong]
     more = len(faults) - SHOWN
     return (*faults[:SHOWN], *([f"and {more} more of these"] if more > 0 else []))
+
+
+class ShardRecord:
+    """What a rank's shard was when it was last moved to engines, if anybody wants to know."""
+
+    def __init__(self, params: Mapping[str, Tensor]) -> None:
+        self._params = params
+        self._sums: dict[str, int] = {}
+
+    def take(self, *, verify: bool) -> None:
+        """Sum up what is there now; without ``verify`` forget what was."""
+        self._sums = shard_sums(self._params) if verify else {}
+
+    def faults(self) -> tuple[str, ...]:
+        """Parameters that are no longer what they were; none if nothing is known."""
+        return restore_faults(self._sums, self._params)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlhf.config.schema import ReshardSection
@@ -11,6 +11,7 @@ from rlhf.dist.gate import PhaseGate
 from rlhf.dist.groups import PhaseGroup
 from rlhf.dist.layout import RolloutLayout
 from rlhf.reshard.execute import Mover, MoveStats
+from rlhf.reshard.shard_sums import ShardRecord
 from rlhf.rollout.engine import RolloutEngine
 from rlhf.rollout.score_probe import ScoreProbe
 from rlhf.types import Phase
@@ -24,6 +25,7 @@ class Resharder:
         *,
         mover: Mover,
         back: Mover | None,
+        record: ShardRecord | None,
         engine: RolloutEngine | None,
         layout: RolloutLayout,
         group: PhaseGroup,
@@ -36,10 +38,12 @@ class Resharder:
         """
         Args:
             back: the movement out of the engine through the same window, if there is one.
+            record: of the actor's shard, if it comes back by ``back``.
             engine: None on ranks that do not lead one.
         """
         self._mover = mover
         self._back = back
+        self._record = record
         self._engine = engine
         self._layout = layout
         self._group = group
@@ -84,6 +88,9 @@ class Resharder:
                 self._engine.begin_update(self._of_my_engine(messages), self._timeout_s)
             stats = self._mover.run(self._poll, verify=verify)
             self._count(stats)
+            if self._record is not None:
+                with spend(Cause.RESHARD_VERIFY):
+                    self._record.take(verify=verify)
             with spend(Cause.PEERS):
                 self._meet(stats)
             if self._engine is not None:
@@ -103,14 +110,12 @@ class Resharder:
 
     def _meet(self, stats: MoveStats) -> None:
         """Until here every rank may have failed; no engine serves before none has."""
-        found = self._group.gather(stats.faults)
-        faults = [f"rank {rank}: {text}" for rank, texts in enumerate(found) for text in texts]
-        if not faults:
+        fault = first_fault(self._group, stats.faults)
+        if not fault:
             return
         if self._engine is not None:
             self._engine.abandon_update()
-        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-        raise RuntimeError(f"the reshard was verified and is wrong: {faults[0]}{more}")
+        raise RuntimeError(f"the reshard was verified and is wrong: {fault}")
 
     def _poll(self) -> None:
         if self._engine is not None:
@@ -125,3 +130,11 @@ def of_engine(
 ) -> list[dict[str, Any]]:
     """Those of all ranks of the engine that ``rank`` belongs to."""
     return [messages[r] for r in layout.engine_ranks(layout.coord(rank).engine)]
+
+
+def first_fault(group: PhaseGroup, faults: Sequence[str]) -> str:
+    """The first fault that any rank has found, with its rank; empty if none has. Collective."""
+    found = group.gather(tuple(faults))
+    told = [f"rank {rank}: {text}" for rank, texts in enumerate(found) for text in texts]
+    more = f" (and {len(told) - 1} more)" if len(told) > 1 else ""
+    return told[0] + more if told else ""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from rlhf.dist.groups import PhaseGroup
 from rlhf.dist.layout import RolloutLayout
 from rlhf.reshard.execute import Mover
+from rlhf.reshard.shard_sums import ShardRecord
 from rlhf.rollout.engine import RolloutEngine
-from rlhf.rollout.resharder import of_engine
+from rlhf.rollout.resharder import first_fault, of_engine
 
 
 class Restorer:
@@ -16,6 +17,7 @@ class Restorer:
         self,
         *,
         mover: Mover,
+        record: ShardRecord,
         engine: RolloutEngine | None,
         layout: RolloutLayout,
         group: PhaseGroup,
@@ -24,9 +26,11 @@ class Restorer:
         """
         Args:
             mover: out of the engine into the actor's parameters, whose memory is there.
+            record: what they were when they were moved to the engine.
             engine: None on ranks that do not lead one.
         """
         self._mover = mover
+        self._record = record
         self._engine = engine
         self._layout = layout
         self._group = group
@@ -36,7 +40,8 @@ class Restorer:
         """Collective over all ranks.
 
         Raises:
-            RuntimeError: a transfer or an engine failed, or its weights are not valid.
+            RuntimeError: a transfer or an engine failed, its weights are not valid, or the reshard
+                before was verified and something else has come back.
         """
         messages = self._group.gather(self._mover.update_message())
         if self._engine is not None:
@@ -45,6 +50,8 @@ class Restorer:
         self._mover.run(self._poll)
         if self._engine is not None:
             self._engine.end_read()
+        if fault := first_fault(self._group, self._record.faults()):
+            raise RuntimeError(f"the restore was verified and is wrong: {fault}")
 
     def _poll(self) -> None:
         if self._engine is not None:
