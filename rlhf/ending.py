@@ -67,4 +67,6 @@ def end_failed(run_dir: str, stopper: Stopper, error: BaseException) -> NoReturn
         say(text)
     if failure.told_by == stopper.rank:
         say(f"{failure}{place}")
+        for note in getattr(error, "__notes__", ()):  # of memory, who had how much
+            say(note)
     stopper.leave(EXIT_FAILED)

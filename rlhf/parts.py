@@ -73,6 +73,7 @@ def build_parts(ground: Ground, engine: EngineHost | None, *, record: bool) -> R
     process_gib = used_memory_gib()
     parallel.initialize(plan.train, config.dist.timeout_s, config.seed)
     memory = Memory.of(ground)
+    recorder.watch_memory(memory.time_slice.ledger)
     actor = build_actor(ground, memory, algorithm, recorder)
     critic = build_critic(ground, memory, recorder)
     checkpoints = _checkpoints(ground, actor, critic, recorder)

@@ -18,6 +18,7 @@ from rlhf.dist.replicas import Replicas
 from rlhf.evaluate import SOLVED, Accuracy
 from rlhf.ground import Ground
 from rlhf.mcore.forward import TrainStats
+from rlhf.memory.ledger import Ledger, ledger_metrics, ledger_text
 from rlhf.reshard.execute import MoveStats
 from rlhf.rollout.collect import sum_of
 from rlhf.rollout.score_probe import ProbeGap
@@ -42,6 +43,8 @@ class Recorder:
         self._reshards: list[Mapping[str, Metric]] = []  # of this rank
         self._moved: Mapping[str, Metric] = {}  # bytes of its last reshard; all are alike
         self._seconds: dict[str, float] = {}
+        self._ledger: Ledger | None = None
+        self._told_memory = False
         self._began = time.perf_counter()
         self.accuracies: list[Accuracy] = []
 
@@ -58,6 +61,10 @@ class Recorder:
         )
         ground.closers.append(tracker.close)
         return cls(ground, tracker)
+
+    def watch_memory(self, ledger: Ledger) -> None:
+        """Log what it measures, with each step; the first step's also as a table."""
+        self._ledger = ledger
 
     def start(self, first_step: int) -> None:
         """Drop what an interrupted run wrote beyond its checkpoint; start the clock."""
@@ -138,6 +145,7 @@ class Recorder:
             {"batch/tokens": Sum(counts), "batch/microbatches": Max(len(batch.micro_bounds))},
             {f"seconds/{name}": Max(value) for name, value in seconds.items()},
             {"seconds/step": Max(elapsed)},
+            self._memory(),
             {f"memory_gib/{k}": Max(v) for k, v in self._ground.gate.take_memory().items()},
             *self._reshards,
             self._moved,
@@ -176,6 +184,16 @@ class Recorder:
     def _take_seconds(self) -> None:
         for name, seconds in self._ground.gate.take_seconds().items():
             self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+
+    def _memory(self) -> dict[str, Metric]:
+        """Of this rank, by phase."""
+        if self._ledger is None:
+            return {}
+        entries = self._ledger.take()
+        if not self._told_memory:
+            self._told_memory = True
+            self._tracker.text("memory.txt", ledger_text(entries))
+        return ledger_metrics(entries, self._ledger.host_bytes)
 
     def _gap(self, batch: Batch) -> torch.Tensor:
         """Summed over the DP replicas. Collective over all ranks."""

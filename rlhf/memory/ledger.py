@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from rlhf.memory.table import Region, Span, Table
+from rlhf.track.metrics import Max, Metric
 
 logger = logging.getLogger(__name__)
 
@@ -144,6 +145,37 @@ class Ledger:
         rows.append(f"  {'copies on the host':<24}{self.host_bytes / MIB:>14,.1f}")
         rows.append(f"  {'process, on the host':<24}{process_bytes() / MIB:>14,.1f}")
         return "\n".join(rows)
+
+
+def ledger_metrics(entries: Sequence[Entry], host_bytes: int) -> dict[str, Metric]:
+    """What the fullest rank has in each phase, beside the prediction; which regions of a phase
+    that is over it are furthest above theirs, as a share of the phase's prediction."""
+    out: dict[str, Metric] = {}
+    for entry in entries:
+        name = entry.span.phase.lower() + (f"_{entry.span.role}" if entry.span.role else "")
+        out[f"memory/{name}_gib"] = Max(entry.measured_bytes / GIB)
+        out[f"memory/{name}_predicted_gib"] = Max(entry.predicted_bytes / GIB)
+        if entry.excess > TOLERANCE:
+            region = str(entry.largest_excess).replace(" ", "_")
+            out[f"memory/over/{region}"] = Max(entry.excess)
+    if entries:
+        out["memory/host_copies_gib"] = Max(host_bytes / GIB)
+    return out
+
+
+def ledger_text(entries: Sequence[Entry]) -> str:
+    """Phases of one rank with their regions: MiB measured, MiB predicted."""
+    lines = [f"{'MiB of one rank':<32}{'measured':>12}{'predicted':>12}"]
+    for entry in entries:
+        lines.append(
+            f"{entry.span!s:<32}{entry.measured_bytes / MIB:>12,.1f}"
+            f"{entry.predicted_bytes / MIB:>12,.1f}"
+        )
+        for region, size in entry.measured.items():
+            said = f"{entry.predicted[region] / MIB:,.1f}" if region in entry.predicted else "away"
+            lines.append(f"  {region:<30}{size / MIB:>12,.1f}{said:>12}")
+        lines.append(f"  {'process, on the host':<30}{entry.process / MIB:>12,.1f}")
+    return "\n".join(lines) + "\n"
 
 
 def is_out_of_memory(error: BaseException) -> bool:

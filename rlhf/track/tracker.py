@@ -111,6 +111,11 @@ class Tracker:
         path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
         self._post(lambda sink: sink.samples(title, rows))
 
+    def text(self, name: str, text: str) -> None:
+        """A file of its own in the run folder."""
+        if self._journal is not None:
+            (self._run_dir / name).write_text(text, encoding="utf-8")
+
     def close(self) -> None:
         """Finish all sinks within CLOSE_TIMEOUT_S; may be called twice."""
         for journal in (self._journal, self._accounts):

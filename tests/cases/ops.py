@@ -15,6 +15,7 @@ from tests.cases import (
     launching,
     logprobs,
     losses,
+    memory,
     runs,
     weights,
 )
@@ -29,6 +30,7 @@ OPS: dict[str, Op] = {
     **launching.OPS,
     **logprobs.OPS,
     **losses.OPS,
+    **memory.OPS,
     **runs.OPS,
     **weights.OPS,
 }
@@ -84,11 +86,6 @@ WAITING: dict[str, tuple[str, ...]] = {
     "mixture-of-experts families and the layouts of large models": (
         "replayed_expert_weights",
         "route_padding",
-    ),
-    "time-slicing of device memory": (
-        "phase_peak_memory",
-        "engine_state_machine",
-        "host_pinned_peak",
     ),
 }
 """What has to be built -> the operations that it will map."""
