@@ -82,6 +82,8 @@ def compare(run_dir: Path) -> Comparison:
     kept = Kept.read(run_dir)
     whole = added(read_accounts(run_dir / ACCOUNTS))
     history = read_journal(run_dir / "metrics.jsonl")
+    if not history.steps:
+        raise ValueError(f"{run_dir / 'metrics.jsonl'}: has no step; --compare needs one at least")
     medians = step_medians(history)
     measured = {k.removeprefix(SECONDS): v for k, v in medians.items() if k.startswith(SECONDS)}
     saves = [r["seconds/save"] for r in history.between if "seconds/save" in r]

@@ -127,9 +127,12 @@ class Kept:
                 f"{path}: no such file; --compare needs the folder of a run that has started"
             )
         try:
-            return Kept(**json.loads(path.read_text(encoding="utf-8")))
+            kept = Kept(**json.loads(path.read_text(encoding="utf-8")))
+            Load(**kept.load), Machine(**kept.machine), Speeds(**kept.speeds)
+            dict(kept.seconds), dict(kept.memory_gib)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path}: is not a plan that this version reads: {error}") from None
+        return kept
 
 
 def keep_promise(

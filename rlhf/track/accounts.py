@@ -46,12 +46,15 @@ def read_accounts(path: Path) -> list[Accounts]:
     """All lines in order.
 
     Raises:
-        ValueError: there is no such file: no run has been there, or one of an older version.
+        ValueError: there is no such file: no run has been there, or one of an older version; a
+            line is not what a run writes.
     """
     if not path.is_file() or not (records := read_lines(path)):
         raise ValueError(f"{path}: no such file; give the folder of a run that has done a step")
     out = []
-    for record in records:
+    for number, record in enumerate(records, 1):
+        if WALL not in record:
+            raise ValueError(f"{path}:{number}: has no {WALL}; a run did not write this line")
         causes = {k: tuple(v) for k, v in record.items() if k not in (STEP, STEPS_DONE, WALL)}
         out.append(Accounts(tuple(record[WALL]), causes, num_steps=int(STEP in record)))
     return out

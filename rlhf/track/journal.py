@@ -74,7 +74,7 @@ def read_journal(path: Path) -> History:
     """All lines; a torn last line is left out.
 
     Raises:
-        ValueError: a line in the middle is not JSON.
+        ValueError: there is no such file, or a line in the middle is no record.
     """
     history = History()
     for record in read_lines(path):
@@ -84,7 +84,22 @@ def read_journal(path: Path) -> History:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The records of a file that a :class:`Journal` has written; raises as above."""
-    return [json.loads(line) for line in _whole_lines(path)]
+    try:
+        lines = _whole_lines(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: cannot be read: {error}; give the folder of a run") from None
+    return [_record(line, f"{path}:{number}") for number, line in enumerate(lines, 1)]
+
+
+def _record(line: str, place: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{place}: is no JSON: {error}; delete the line") from None
+    if not isinstance(record, dict) or not (STEP in record or STEPS_DONE in record):
+        keys = f"{STEP} or {STEPS_DONE}"
+        raise ValueError(f"{place}: must be an object with {keys}, is {line[:40]}; delete the line")
+    return record
 
 
 def _whole_lines(path: Path) -> list[str]:

@@ -69,7 +69,7 @@ def phase_table(history: History) -> Table:
         _, rates = history.column(f"tokens_per_s/{phase}")
         table.add_row(
             phase,
-            f"{seconds / len(history.steps):.2f}",
+            f"{seconds / max(1, len(history.steps)):.2f}",
             clock(seconds),
             f"{seconds / whole:.0%}",
             f"{sum(rates) / len(rates):.0f}" if rates else "",

@@ -11,6 +11,7 @@ from rlhf.config.schema import TrackSection
 from rlhf.dist.clock import Account, Cause
 from rlhf.recorder import all_accounts
 from rlhf.track.accounts import ACCOUNTS, Accounts, account_table, added, read_accounts
+from rlhf.track.report import as_dict, show
 from rlhf.track.tracker import Tracker
 
 TWO = [
@@ -75,3 +76,29 @@ def test_the_table_names_the_worst_rank_of_each_cause():
 def test_a_folder_that_no_run_has_written_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"accounting\.jsonl: no such file; give the folder"):
         read_accounts(tmp_path / ACCOUNTS)
+
+
+def test_a_line_that_no_run_has_written_is_refused_by_its_number(tmp_path):
+    path = tmp_path / ACCOUNTS
+    good = '{"step": 0, "wall_s": [1.0], "other": [1.0]}\n'
+    for bad, expected in (
+        ('{"step": 1, "wa', r"accounting\.jsonl:2: is no JSON: .*delete the line"),
+        ("[1, 2]", r"accounting\.jsonl:2: must be an object with step or steps_done, is \[1, 2\]"),
+        ('{"step": 1}', r"accounting\.jsonl:2: has no wall_s"),
+    ):
+        path.write_text(f"{good}{bad}\n{good}")
+        with pytest.raises(ValueError, match=expected):
+            read_accounts(path)
+    path.write_bytes(b"\xff\xfe\n")
+    with pytest.raises(ValueError, match=r"accounting\.jsonl: cannot be read"):
+        read_accounts(path)
+
+
+def test_a_run_that_ended_before_its_first_step_has_a_report(tmp_path):
+    (tmp_path / ACCOUNTS).write_text('{"steps_done": 0, "wall_s": [1.0], "eval": [1.0]}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl: cannot be read"):
+        show(tmp_path, Console(quiet=True))
+    (tmp_path / "metrics.jsonl").write_text('{"steps_done": 0, "seconds/eval": 1.0}\n')
+    show(tmp_path, Console(file=(out := io.StringIO()), width=100))
+    assert "eval" in out.getvalue()
+    assert as_dict(tmp_path)["phases_s"] == {"eval": 1.0}

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
+
 import pytest
 
 from rlhf.compare import compare, step_medians
 from rlhf.planner.compare import Facts, advice, rows_of
+from rlhf.planner.load import Load
+from rlhf.planner.memory import Machine
+from rlhf.planner.speeds import CPU
+from rlhf.promise import Kept
 from rlhf.track.journal import History
 
 FACTS = Facts(
@@ -70,4 +76,32 @@ def test_a_folder_without_a_plan_is_refused(tmp_path):
         compare(tmp_path)
     (tmp_path / "plan.json").write_text("{}")
     with pytest.raises(ValueError, match="is not a plan that this version reads"):
+        compare(tmp_path)
+
+
+def test_a_plan_of_another_version_and_a_run_without_a_step_are_refused(tmp_path):
+    plan = Kept(
+        speeds=CPU.model_dump(),
+        calibration=None,
+        load=asdict(Load(1, 1, 1.0, 1.0, 1.0, 8, 1)),
+        machine=asdict(Machine(1, 1, 1, other_bytes=1)),
+        seconds={},
+        sent_bytes=0,
+        local_bytes=0,
+        memory_gib={},
+        process_gib=0.0,
+    )
+    for changed in (
+        {"load": {"turns": 1}},
+        {"machine": {"racks": 1}},
+        {"speeds": {"warp": 1}},
+        {"seconds": None},
+    ):
+        replace(plan, **changed).write(tmp_path)
+        with pytest.raises(ValueError, match=r"plan\.json: is not a plan that this version reads"):
+            compare(tmp_path)
+    plan.write(tmp_path)
+    (tmp_path / "accounting.jsonl").write_text('{"steps_done": 0, "wall_s": [1.0]}\n')
+    (tmp_path / "metrics.jsonl").write_text('{"steps_done": 0, "eval/accuracy": 0.5}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl: has no step; --compare needs one"):
         compare(tmp_path)
