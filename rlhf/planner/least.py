@@ -26,7 +26,7 @@ def least_bytes(job: Job, machine: Machine, *, any_cache: bool = False) -> dict[
         any_cache: the KV cache may be as small as one sequence; else it is what the engine's share
             of the device leaves.
     """
-    spans = residency(job.memory, job.roles).held
+    spans = residency(job.memory, job.roles, num_updates=job.num_updates).held
     stages = [_regions(job, machine, pp, any_cache=any_cache) for pp in range(job.train_layout.pp)]
     return {
         span: max(sum(regions.get(region, 0.0) for region in held) for regions in stages)
