@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 WINDOW_MIB = 512
+MOST_RANKS = 2**16
+"""Tables have a row for each."""
 MODEL_OPTIONS = ("ranks", "train", "rollout")
 
 
@@ -152,6 +154,8 @@ def read_request(args: Namespace, command: str = "explain") -> Request:
     ):
         if value is not None and value < 1:
             raise ValueError(f"{name}: must be at least 1, is {value}")
+    if args.ranks is not None and args.ranks > MOST_RANKS:
+        raise ValueError(f"--{unit}: must be at most {MOST_RANKS}, is {args.ranks}")
     given = [f"--{name}" for name in ("model", "train", "rollout") if getattr(args, name)]
     if args.config is not None and given:
         raise ValueError(

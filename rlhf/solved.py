@@ -24,7 +24,7 @@ from rlhf.config.schema import (
 )
 from rlhf.dist.device import has_gpu
 from rlhf.dist.layout import LayoutError, RolloutLayout, TrainLayout
-from rlhf.explain import DTYPE_BYTES, Request, explained
+from rlhf.explain import DTYPE_BYTES, MOST_RANKS, Request, explained
 from rlhf.weights.find_model import find_model
 
 if TYPE_CHECKING:
@@ -189,8 +189,8 @@ def _asked(args: Namespace) -> tuple[Config, int]:
     else:
         raise ValueError("--solve: give CONFIG, or --model NAME --gpus N")
     ranks = args.ranks or config.dist.ranks or default_ranks()
-    if ranks < 1:
-        raise ValueError(f"--gpus: must be at least 1, is {ranks}")
+    if not 1 <= ranks <= MOST_RANKS:
+        raise ValueError(f"--gpus: must be at least 1 and at most {MOST_RANKS}, is {ranks}")
     return config, ranks
 
 

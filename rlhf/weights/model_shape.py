@@ -28,6 +28,32 @@ ARCHITECTURES: Mapping[str, FamilyName] = {
 """Kimi-K2 and Moonlight are of DeepSeek-V3's class."""
 
 
+NEEDED_KEYS: Mapping[str, tuple[str, ...]] = {
+    "deepseek_v3": (
+        "first_k_dense_replace",
+        "n_group",
+        "n_shared_experts",
+        "routed_scaling_factor",
+        "topk_group",
+    ),
+    "glm4_moe": ("first_k_dense_replace", "n_shared_experts"),
+}
+"""Keys for which transformers' class has a default of one model's own (DeepSeek-V3: 8 groups, 3
+dense layers): what a config.json without them means depends on who reads it."""
+LARGEST: Mapping[str, int] = {
+    "num_hidden_layers": 4096,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**22,
+    "num_attention_heads": 2**16,
+    "vocab_size": 2**24,
+    "num_experts": 2**14,
+    "num_local_experts": 2**14,
+    "n_routed_experts": 2**14,
+    "moe_intermediate_size": 2**22,
+}
+"""Above these a number has digits too many; tables of all layers and experts are made of them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Llama3Rope:
     """Llama 3's scaled rotary frequencies."""
@@ -169,6 +195,9 @@ def parse_model_shape(raw: Mapping[str, Any]) -> ModelShape:
             f"supported are {', '.join(ARCHITECTURES)}"
         )
     _refuse_what_is_not_trained(raw, family)
+    for key, most in LARGEST.items():
+        if isinstance(found := raw.get(key), int) and found > most:
+            raise ValueError(f"{key}: must be at most {most}, is {found}")
     heads = count(raw, "num_attention_heads")
     hidden = count(raw, "hidden_size")
     layers = count(raw, "num_hidden_layers")
@@ -238,6 +267,7 @@ def _moe(raw: Mapping[str, Any], family: FamilyName) -> MoEShape | None:
             topk_groups=1,
             expert_bias=False,
         )
+    _must_have(raw, NEEDED_KEYS[family])
     return MoEShape(
         num_experts=count(raw, "n_routed_experts"),
         num_experts_per_token=count(raw, "num_experts_per_tok"),
@@ -251,6 +281,13 @@ def _moe(raw: Mapping[str, Any], family: FamilyName) -> MoEShape | None:
         topk_groups=count(raw, "topk_group", 1),
         expert_bias=True,
     )
+
+
+def _must_have(raw: Mapping[str, Any], keys: tuple[str, ...]) -> None:
+    """Raises KeyError: one of them is missing. Null says that there is nothing of it."""
+    for key in keys:
+        if key not in raw:
+            raise KeyError(key)
 
 
 def _checked(moe: MoEShape | None, layers: int) -> MoEShape | None:

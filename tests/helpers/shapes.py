@@ -35,6 +35,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
         "n_group": 4,
         "topk_group": 1,
+        "routed_scaling_factor": 1.0,
     },
     "glm4_moe": {
         "architectures": ["Glm4MoeForCausalLM"],

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from rlhf.weights.model_shape import (
+    NEEDED_KEYS,
     MLAShape,
     MoEShape,
     YarnRope,
@@ -41,6 +42,24 @@ def test_a_missing_key_is_named_with_its_file(tmp_path, key):
     file.write_text(json.dumps({k: v for k, v in RAW.items() if k != key}))
     with pytest.raises(ValueError, match=rf"{file}: key '{key}' is missing"):
         load_model_shape(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "key"), [(name, key) for name, keys in NEEDED_KEYS.items() for key in keys]
+)
+def test_what_readers_take_for_different_things_must_be_written(family, key):
+    whole = {"deepseek_v3": DEEPSEEK, "glm4_moe": GLM}[family]
+    assert parse_model_shape(whole).moe is not None
+    with pytest.raises(KeyError, match=key):
+        parse_model_shape({k: v for k, v in whole.items() if k != key})
+
+
+@pytest.mark.parametrize(("key", "most"), [("num_hidden_layers", 4096), ("vocab_size", 2**24)])
+def test_a_size_with_digits_too_many_is_refused_with_both_numbers(key, most):
+    with pytest.raises(ValueError, match=rf"{key}: must be at most {most}, is 1000000000"):
+        parse_model_shape({**RAW, key: 10**9})
+    with pytest.raises(ValueError, match=r"n_routed_experts: must be at most 16384, is 20000"):
+        parse_model_shape({**DEEPSEEK, "n_routed_experts": 20000})
 
 
 def test_a_file_that_is_not_json_is_named(tmp_path):

@@ -200,6 +200,7 @@ def test_kimi_engines_of_16_need_fp8_or_more_ranks(capsys):
         (f"{QWEN} --gpu-mem-gb inf", "--gpu-mem-gb: must be above 0 and below 1e+09 GB, is inf"),
         (f"{QWEN} --host-mem-gb 1e300", "and below 1e+09 GB, is 1e+300"),
         (f"{QWEN} --gpus 0", "--gpus: must be at least 1, is 0"),
+        (f"{QWEN} --gpus 1000000", "--gpus: must be at most 65536, is 1000000"),
         (f"{QWEN} --gpus-per-node 0", "--gpus-per-node: must be at least 1, is 0"),
         (f"{QWEN} --train tp=3 --gpus 6", "train.tp: 3 must divide the model's attention"),
         (f"{LARGE} --model kimi-k2-1t", "says model and layouts; leave out --model"),
