@@ -26,7 +26,6 @@ def test_671b_on_128_gpus_runs_on_four_ranks(tmp_path):
     config = load_config(kept / "rehearsal.yaml")
     assert (config.memory.time_slice, config.memory.optimizer) == ("all", "host")
     for line in (
-        "above the plan: none",
         "train.pp                               4           2",
         "train.cp                               4           1  not kept",
         "rollout.a2a: deepep -> none: not supported yet",
