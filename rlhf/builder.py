@@ -17,15 +17,20 @@ from rlhf.dist.slurm import is_srun_task, read_task
 from rlhf.dist.stop import Stopper
 from rlhf.dist.world import World, join_world, read_ports
 from rlhf.ground import Closer, Ground, Plan
-from rlhf.preflight import check
+from rlhf.preflight import check, check_nodes
 from rlhf.solved import resolved
 
 if TYPE_CHECKING:
-    from rlhf.rollout.engine import RoutedLayers
-    from rlhf.rollout.host_client import EngineHost
+    from rlhf.dist.groups import PhaseGroup
+    from rlhf.rollout.engine import EngineSpec, RoutedLayers
+    from rlhf.rollout.node_host import NodeHost
+    from rlhf.rollout.zygote import Zygote
     from rlhf.run import Run
     from rlhf.weights.model_shape import ModelShape
 
+UNASKED_LATE_S = 0.5
+"""A host that is asked nothing has only the watcher to name its death; its last words come first.
+"""
 PHASE_MARGIN_S = 30.0
 """Ranks wait for one another longer than a rollout may take, so that who is late says so first."""
 
@@ -42,14 +47,25 @@ def build_here(config: Config | str) -> Run:
 def build_on(config: Config, world: World, stopper: Stopper, *, record: bool = True) -> Run:
     """Start the engine, then build what trains while the engine starts. Collective, all ranks.
 
+    An engine over several nodes is started when the ranks have met, as its nodes need an address;
+    what it imports is imported meanwhile (on a GPU not: it starts some seconds later).
     ``record=False``: the run folder is read and not written.
     """
     plan = make_plan(config, world)
     closers: list[Closer] = []
-    engine = _launch_engine(plan, stopper, closers)
-    ground = _lay_ground(plan, stopper, closers)
+    zygote = _prepare_node(stopper, closers)
+    if plan.nodes_per_engine == 1:
+        host = _launch_host(plan, stopper, closers, zygote)
+        ground = _lay_ground(plan, stopper, closers)
+    else:
+        ground = _lay_ground(plan, stopper, closers)
+        address = _agree_on_address(plan, ground.group)
+        host = _launch_host(plan, stopper, closers, zygote, address)
+    ground.host = host
     from rlhf.parts import build_parts  # torch and megatron are in place
+    from rlhf.rollout.host_client import EngineHost
 
+    engine = host if isinstance(host, EngineHost) else None
     return build_parts(ground, engine, record=record)
 
 
@@ -62,7 +78,7 @@ def make_plan(config: Config, world: World) -> Plan:
     config, _ = resolved(config, world.size, world.local_size, "config")
     shape = check(config, world.size, "config")
     rollout = rollout_layout(config.rollout, world.size)
-    check_nodes(world, rollout.engine_size)
+    check_nodes(config, world)
     return Plan(
         config=config,
         world=world,
@@ -70,25 +86,6 @@ def make_plan(config: Config, world: World) -> Plan:
         train=train_layout(config.train, world.size),
         rollout=rollout,
     )
-
-
-def check_nodes(world: World, engine_size: int) -> None:
-    """An engine's ranks share memory, so they are on one node; nodes are alike.
-
-    Raises:
-        ValueError: they are not.
-    """
-    if world.size % world.local_size:
-        raise ValueError(
-            f"{world.size} ranks are no multiple of this node's {world.local_size}: start the same "
-            "number of ranks on every node"
-        )
-    if world.local_size % engine_size:
-        raise ValueError(
-            f"rollout.tp*rollout.pp={engine_size} must divide the {world.local_size} ranks of a "
-            "node: an engine over several nodes is not supported yet; lower rollout.tp, or start "
-            "another number of ranks per node"
-        )
 
 
 def engine_seed(seed: int, engine: int, num_engines: int) -> int:
@@ -107,23 +104,60 @@ def first_port(world: World, environ: Mapping[str, str] = os.environ) -> int | N
     return ports.engine(world.local_rank)[0] if ports is not None else None
 
 
-def _launch_engine(plan: Plan, stopper: Stopper, closers: list[Closer]) -> EngineHost | None:
-    """The host process of this rank's engine if it leads one; returns while it still starts."""
-    from rlhf.rollout.engine import EngineSpec
-    from rlhf.rollout.host_client import EngineHost
+def _prepare_node(stopper: Stopper, closers: list[Closer]) -> Zygote | None:
+    """What the engines of a node share; imports nothing heavy."""
     from rlhf.rollout.zygote import start_zygote
 
     if not lent_name():  # not started by `rlhf train`
         scratch = Scratch()
         scratch.lend(os.environ)
         closers.append(scratch.close)
+        stopper.at_exit(scratch.close)
     zygote = start_zygote()
     if zygote is not None:
         closers.append(zygote.close)
-    if not plan.leads_engine:
+    return zygote
+
+
+def _launch_host(
+    plan: Plan,
+    stopper: Stopper,
+    closers: list[Closer],
+    zygote: Zygote | None,
+    address: str = "",
+) -> NodeHost | None:
+    """The host process of this rank's engine, where this rank starts it; returns while it starts.
+
+    Args:
+        address: where the nodes of the engine meet, if it has several.
+    """
+    from rlhf.rollout.host_client import EngineHost
+    from rlhf.rollout.node_host import NodeHost
+
+    if not plan.hosts_engine:
         return None
-    rollout, model = plan.config.rollout, plan.config.model
-    spec = EngineSpec(
+    spec = _engine_spec(plan, address)
+    host: NodeHost
+    if plan.leads_engine:
+        engine = EngineHost.launch(spec, zygote)
+        stopper.cut_short(engine.abort_quietly)
+        stopper.look_after(engine.death)
+        host = engine
+    else:
+        host = NodeHost.launch(spec, zygote)
+        stopper.look_after(host.death, late_s=UNASKED_LATE_S)
+    closers.append(host.close)
+    stopper.at_exit(host.kill)
+    if spec.num_nodes > 1:
+        stopper.part_with(plan.rollout.engine_ranks(plan.engine), host.freeze)
+    return host
+
+
+def _engine_spec(plan: Plan, address: str) -> EngineSpec:
+    from rlhf.rollout.engine import EngineSpec
+
+    rollout, model, num_nodes = plan.config.rollout, plan.config.model, plan.nodes_per_engine
+    return EngineSpec(
         model_path=str(Path(model.path).resolve()),
         vocab_size=plan.shape.vocab_size,
         max_position=plan.shape.max_position,
@@ -137,9 +171,12 @@ def _launch_engine(plan: Plan, stopper: Stopper, closers: list[Closer]) -> Engin
         dp=rollout.dp,
         ep=rollout.ep,
         pp=rollout.pp,
-        cores=cores_from(plan.world, plan.rollout.engine_size),
+        num_nodes=num_nodes,
+        node=plan.engine_node,
+        address=address,
+        cores=cores_from(plan.world, plan.rollout.engine_size // num_nodes),
         first_device=plan.world.device_index,
-        first_port=first_port(plan.world),
+        first_port=first_port(plan.world) if num_nodes == 1 else None,
         fp32_head=model.fp32_head,
         deterministic=rollout.deterministic,
         prefix_cache=rollout.prefix_cache,
@@ -150,12 +187,20 @@ def _launch_engine(plan: Plan, stopper: Stopper, closers: list[Closer]) -> Engin
         free_host_weights=rollout.free_host_weights,
         start_timeout_s=rollout.start_timeout_s,
     )
-    engine = EngineHost.launch(spec, zygote)
-    closers.append(engine.close)
-    stopper.at_exit(engine.kill)
-    stopper.cut_short(engine.abort_quietly)
-    stopper.look_after(engine.death)
-    return engine
+
+
+def _agree_on_address(plan: Plan, group: PhaseGroup) -> str:
+    """Where the nodes of this rank's engine meet. Collective over all ranks."""
+    from rlhf.rollout.addresses import engine_address, free_block, look_around, port_blocks
+
+    world, layout = plan.world, plan.rollout
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    first = 0
+    if plan.leads_engine:
+        blocks = port_blocks(plan.engine, layout.num_engines, port, first_port(world))
+        first = free_block(blocks)
+    views = group.gather(look_around(host, port, first))
+    return engine_address(views, layout.leader(plan.engine), world.local_size)
 
 
 def routed_layers(shape: ModelShape) -> RoutedLayers | None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from rlhf.dist.gate import PhaseGate
     from rlhf.dist.groups import PhaseGroup
+    from rlhf.rollout.node_host import NodeHost
 
 Closer = Callable[[], Any]
 
@@ -41,6 +42,21 @@ class Plan:
         return self.rollout.leader(self.engine) == self.world.rank
 
     @property
+    def hosts_engine(self) -> bool:
+        """Whether this rank starts its node's host of its engine."""
+        return self.rollout.hosts_on(self.world.rank, self.world.local_size)
+
+    @property
+    def nodes_per_engine(self) -> int:
+        return self.rollout.nodes_per_engine(self.world.local_size)
+
+    @property
+    def engine_node(self) -> int:
+        """Number of this rank's node among those of its engine."""
+        inside = self.world.rank - self.rollout.leader(self.engine)
+        return inside // self.world.local_size if self.nodes_per_engine > 1 else 0
+
+    @property
     def longest_answer(self) -> int:
         """Tokens of the longest answer that any phase asks for."""
         sampling, evaluation = self.config.rollout.sampling, self.config.eval
@@ -57,3 +73,5 @@ class Ground:
     group: PhaseGroup
     gate: PhaseGate
     closers: list[Closer]
+    host: NodeHost | None = None
+    """The engine host that this rank has started."""

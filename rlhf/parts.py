@@ -213,8 +213,8 @@ def _resharder(
         on_stats=recorder.add_reshard,
         config=config.reshard,
     )
-    if engine is not None:
-        engine.wait_ready()
+    if ground.host is not None:
+        ground.host.wait_ready()
     resharder.open()
     memory.time_slice.add(EngineMemory(engine, ground.group))
     restore = None

@@ -97,6 +97,7 @@ def make_plan(args: Namespace) -> tuple[Plan, Request]:
     Raises:
         ValueError: as :func:`run`.
     """
+    from rlhf.dist.layout import node_faults
     from rlhf.planner.fit import misfits, smallest_change
     from rlhf.planner.memory import ledger
     from rlhf.planner.report import Plan
@@ -107,6 +108,9 @@ def make_plan(args: Namespace) -> tuple[Plan, Request]:
     machine, speeds = read_machine(args), read_speeds_of(args)
     request = read_request(args, "plan")
     job, load = _job_of_config(args, request) if args.config is not None else _job(args, request)
+    on_nodes = min(machine.gpus_per_node, job.train_layout.world)
+    if wrong := list(node_faults(job.rollout_layout, on_nodes)):
+        raise ValueError("; ".join(wrong))
     found = ledger(job, machine)
     faults = misfits(job, found, machine)
     disk = disk_bytes(job.shape, job.itemsize)

@@ -8,12 +8,13 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from rlhf.config.check import check_config, stage_faults, train_layout
+from rlhf.config.check import check_config, rollout_layout, stage_faults, train_layout
 from rlhf.config.check_experts import expert_faults
 from rlhf.config.faults import ConfigError
 from rlhf.config.schema import Config
 from rlhf.dist.device import has_gpu
-from rlhf.dist.layout import LayoutError, TrainLayout
+from rlhf.dist.layout import LayoutError, TrainLayout, node_faults
+from rlhf.dist.world import World
 from rlhf.saved import check_same_models
 from rlhf.weights.config_keys import read_object
 from rlhf.weights.families import check_train, full_shapes
@@ -45,6 +46,26 @@ def check(config: Config, world: int, source: str) -> ModelShape:
     check_value_models(config, shape, train_layout(config.train, world), source)
     check_same_models(config, shape, source)
     return shape
+
+
+def check_nodes(config: Config, world: World, source: str = "config") -> None:
+    """Nodes are alike, hold ranks in order, and engines lie inside one or over whole ones.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    ranks = world.local_size
+    if world.size % ranks or world.rank % ranks != world.local_rank:
+        raise ConfigError(
+            [
+                f"rank {world.rank} of {world.size} is number {world.local_rank} of {ranks} on its "
+                "node: every node must have the same number of ranks, in order; start as many on "
+                "each, and under srun with --distribution=block"
+            ]
+        )
+    faults = node_faults(rollout_layout(config.rollout, world.size), ranks)
+    if lines := [f"{source}:{fault}" for fault in faults]:
+        raise ConfigError(lines)
 
 
 def check_quantization(config: Config, gpu: bool, source: str = "config") -> None:

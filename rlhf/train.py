@@ -18,7 +18,7 @@ from rlhf.dist.stop import EXIT_STOPPED, Stopper, StopRequested, say
 from rlhf.dist.world import World, join_world
 from rlhf.ending import end_failed, outlive_stdout
 from rlhf.launch import EXIT_USAGE, LAUNCHER_PID
-from rlhf.preflight import check, check_loop, notes
+from rlhf.preflight import check, check_loop, check_nodes, notes
 from rlhf.rollout.lifeline import die_with_parent
 from rlhf.solved import resolved
 from rlhf.types import Phase
@@ -40,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load_config(args.config, args.overrides)
         config, chosen = resolved(config, world.size, world.local_size, args.config)
         shape = check(config, world.size, args.config)
+        check_nodes(config, world, args.config)
         check_loop(args.loop)
     except (RuntimeError, ValueError) as error:
         if os.environ.get("RANK", "0") == "0":

@@ -224,6 +224,36 @@ class RolloutLayout:
     def engine_ranks(self, engine: int) -> range:
         return range(engine * self.engine_size, (engine + 1) * self.engine_size)
 
+    def nodes_per_engine(self, ranks_per_node: int) -> int:
+        """Nodes that an engine lies on; see :func:`node_faults`."""
+        return max(1, self.engine_size // ranks_per_node)
+
+    def hosts_on(self, rank: int, ranks_per_node: int) -> bool:
+        """Whether this rank starts its engine's host: the engine's first rank on its node does."""
+        inside = rank % self.engine_size
+        return inside % ranks_per_node == 0
+
+
+def node_faults(layout: RolloutLayout, ranks_per_node: int) -> Iterator[str]:
+    """Why engines cannot lie on nodes of so many ranks: inside one, or over whole ones.
+
+    Over several nodes a pipeline stage lies the same way. Nodes hold ranks in order.
+    """
+    size, tp = layout.engine_size, layout.tp
+    if size % ranks_per_node and ranks_per_node % size:
+        inside = [n for n in range(1, ranks_per_node) if ranks_per_node % n == 0]
+        yield (
+            f"rollout.tp*rollout.pp={size} and the {ranks_per_node} ranks of a node: one must be a "
+            "multiple of the other, so that an engine lies inside a node or over whole ones; use "
+            f"{', '.join([*map(str, inside), f'or a multiple of {ranks_per_node}'])}"
+        )
+    elif size > ranks_per_node and tp % ranks_per_node and ranks_per_node % tp:
+        yield (
+            f"rollout.tp={tp} and the {ranks_per_node} ranks of a node: one must be a multiple of "
+            f"the other where an engine of rollout.tp*rollout.pp={size} lies over several nodes, "
+            "so that a stage lies inside a node or over whole ones; change rollout.tp"
+        )
+
 
 def division_faults(key: str, parts: int, sizes: Mapping[str, int]) -> Iterator[str]:
     """What is spread over ``parts`` ranks must divide evenly; names all that does not."""

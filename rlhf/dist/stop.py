@@ -18,16 +18,16 @@ store that no longer answers.
 from __future__ import annotations
 
 import os
-import re
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any, NoReturn
 
 from rlhf.dist.board import Beat, Board, Failure, StoreLostError
+from rlhf.dist.lost import LostPeer, is_lost_peer
 from rlhf.dist.patience import Limits, Patience, Position
 from rlhf.dist.signals import SignalPipe
 from rlhf.types import Phase
@@ -48,9 +48,6 @@ LEAVE_S = 5.0
 CLOSE_S = 60.0
 """Time that others have to end well while a rank keeps their store."""
 LOST = "what was done since the last complete checkpoint is lost"
-_LOST_PEER = re.compile(
-    r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed out waiting", re.IGNORECASE
-)
 
 
 class StopRequested(Exception):  # noqa: N818  (not an error: the run was asked to stop)
@@ -83,7 +80,8 @@ class Stopper:
         self._ending = threading.Lock()
         self._cleanups: list[Callable[[], None]] = []
         self._cut_short: list[Callable[[], None]] = []
-        self._deaths: list[Callable[[], BaseException | None]] = []
+        self._deaths: list[tuple[Callable[[], BaseException | None], float]] = []
+        self._partings: list[tuple[Callable[[], None], Sequence[int]]] = []
         self._dead_since: float | None = None
         self._told_others = False
         self._beat = Beat()
@@ -105,16 +103,27 @@ class Stopper:
         self._watcher.start()
 
     def at_exit(self, cleanup: Callable[[], None]) -> None:
-        """Run before this process ends itself; must be quick and must not raise."""
+        """Run before this process ends itself, the last one first; quick, and does not raise."""
         self._cleanups.append(cleanup)
 
     def cut_short(self, action: Callable[[], None]) -> None:
         """When asked to stop, from the watcher's thread: end early what this rank waits for."""
         self._cut_short.append(action)
 
-    def look_after(self, death: Callable[[], BaseException | None]) -> None:
-        """``death`` is asked now and then by the watcher's thread: None, or what has happened."""
-        self._deaths.append(death)
+    def look_after(self, death: Callable[[], BaseException | None], late_s: float = LATE_S) -> None:
+        """``death`` is asked now and then by the watcher's thread: None, or what has happened.
+
+        The main thread has ``late_s`` to name it itself.
+        """
+        self._deaths.append((death, late_s))
+
+    def part_with(self, ranks: Sequence[int], prepare: Callable[[], None]) -> None:
+        """At a good end, run ``prepare`` and then wait until all ``ranks`` have got as far.
+
+        For what one rank may only take down when the others' no longer mind. A rank that does not
+        come is waited for no longer than CLOSE_S. ``prepare`` must be quick and must not raise.
+        """
+        self._partings.append((prepare, ranks))
 
     def reach(self, phase: Phase, step: int) -> None:
         """This rank is at the edge of a phase: all can read it; signals from before count."""
@@ -138,7 +147,7 @@ class Stopper:
         if self._board is None:
             return mine
         try:
-            if _is_lost_peer(error):
+            if is_lost_peer(error):
                 mine = self._wait_for_verdict(mine)
             return self._board.post(mine)
         except StoreLostError:
@@ -151,7 +160,7 @@ class Stopper:
 
     def leave(self, code: int) -> NoReturn:
         """End what this process started, and the process. Does not return."""
-        for cleanup in self._cleanups:
+        for cleanup in reversed(self._cleanups):
             cleanup()
         self._say_goodbye(LEAVE_S)
         with suppress(OSError):  # nobody reads any more
@@ -163,7 +172,9 @@ class Stopper:
         self._done.set()
         if self._watcher is not None:  # Python must not end while it is inside the store's client
             self._watcher.join(LEAVE_S)
-        self._say_goodbye(CLOSE_S)
+        for prepare, _ in self._partings:
+            prepare()
+        self._say_goodbye(CLOSE_S, {rank for _, ranks in self._partings for rank in ranks})
 
     # ---------------------------------------------------------------- signals
 
@@ -215,12 +226,15 @@ class Stopper:
 
     def _look_for_deaths(self) -> None:
         """The main thread sees a death when it next calls; this thread when it does not."""
-        cause = next((c for c in (death() for death in self._deaths) if c), None)
+        found = ((death(), late_s) for death, late_s in self._deaths)
+        cause, late_s = next(((c, late_s) for c, late_s in found if c), (None, 0.0))
         if cause is None:
             return
         now = time.monotonic()
         self._dead_since = self._dead_since or now
-        if now - self._dead_since > LATE_S and not self._done.is_set():
+        if isinstance(cause, LostPeer):
+            late_s += VERDICT_S
+        if now - self._dead_since >= late_s and not self._done.is_set():
             self._end(self._failure(describe(cause)))
 
     def _share_signal(self, board: Board) -> None:
@@ -328,22 +342,25 @@ class Stopper:
             say(str(failure))
         self.leave(EXIT_FAILED)
 
-    def _say_goodbye(self, limit_s: float) -> None:
-        """A rank that holds the store keeps it until the others need it no more.
+    def _say_goodbye(self, limit_s: float, awaited: Iterable[int] = ()) -> None:
+        """Leave, and wait for ``awaited``; who holds the store keeps it until all have left.
 
         In a thread: a store that is stopped, not gone, never answers.
         """
         if self._board is None:
             return
-        thread = threading.Thread(target=self._goodbye, args=(self._board, limit_s), daemon=True)
+        args = (self._board, limit_s, set(awaited))
+        thread = threading.Thread(target=self._goodbye, args=args, daemon=True)
         thread.start()
         thread.join(limit_s)
 
-    def _goodbye(self, board: Board, limit_s: float) -> None:
+    def _goodbye(self, board: Board, limit_s: float, awaited: set[int]) -> None:
         deadline = time.monotonic() + limit_s
         with suppress(StoreLostError):
             board.leave(self.rank)
-            while self._serves_store and not board.has_left(*range(self._size)):
+            if self._serves_store:
+                awaited |= set(range(self._size))
+            while awaited and not board.has_left(*awaited):
                 if time.monotonic() > deadline:
                     return
                 time.sleep(POLL_S / 10)
@@ -362,10 +379,3 @@ def describe(error: BaseException) -> str:
     return (
         f"{type(error).__name__}: {text if len(text) <= MAX_CAUSE else text[:MAX_CAUSE] + ' ...'}"
     )
-
-
-def _is_lost_peer(error: BaseException) -> bool:
-    """Whether a collective failed, as it does when another rank is gone or stuck."""
-    ours = type(error).__module__.split(".")[0]
-    known = type(error) is RuntimeError or (isinstance(error, RuntimeError) and ours == "torch")
-    return known and _LOST_PEER.search(str(error)) is not None

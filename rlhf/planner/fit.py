@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlhf.dist.layout import LayoutError
+from rlhf.dist.layout import LayoutError, node_faults
 from rlhf.memory.table import Region, Span
 from rlhf.planner.least import cannot_fit
 from rlhf.planner.memory import Job, Ledger, Machine, ledger
@@ -79,7 +79,10 @@ def _phase_misfit(found: Ledger, span: Span, machine: Machine) -> Misfit | None:
 def smallest_change(job: Job, machine: Machine) -> Change | None:
     """The first change of :func:`_changes` after which everything fits, None if there is none."""
     for words, changed in _changes(job):
-        if cannot_fit(changed, machine):
+        layout = changed.rollout_layout
+        if cannot_fit(changed, machine) or any(
+            node_faults(layout, min(machine.gpus_per_node, layout.world))
+        ):
             continue
         found = ledger(changed, machine)
         if not misfits(changed, found, machine):

@@ -57,7 +57,7 @@ class Plan:
             "gpu_bytes": self.machine.gpu_bytes,
             "host_bytes": self.machine.host_bytes,
             "fits": self.fits,
-            "not_built": not_built(self.job, self.machine),
+            "not_built": not_built(self.job),
             "misfits": [str(misfit) for misfit in self.misfits],
             "change": None if self.change is None else self.change.words,
             "peak_phase": str(span),
@@ -183,18 +183,16 @@ def _verdict(plan: Plan) -> list[str]:
     return [*out, *_not_built_words(plan)]
 
 
-def not_built(job: Job, machine: Machine) -> list[str]:
+def not_built(job: Job) -> list[str]:
     """What a plan may have and a run may not."""
     engines, names = job.rollout_layout, []
     if engines.a2a != "none":
         names.append(f"rollout.a2a={engines.a2a}")
-    if engines.engine_size > machine.gpus_per_node:
-        names.append(f"engines of {engines.engine_size} over several nodes")
     return names
 
 
 def _not_built_words(plan: Plan) -> list[str]:
-    names = ", ".join(not_built(plan.job, plan.machine))
+    names = ", ".join(not_built(plan.job))
     return _folded(f"not built  {names}: `rlhf train` refuses these for now") if names else []
 
 

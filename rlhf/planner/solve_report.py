@@ -47,7 +47,7 @@ class Answer:
                 {
                     "settings": settings(solution.job),
                     "why": None if i == 0 else loses(solution, self.search.solutions[0]),
-                    "not_built": not_built(solution.job, self.machine),
+                    "not_built": not_built(solution.job),
                     **solution.timing.as_dict(),
                 }
                 for i, solution in enumerate(self.search.solutions)
@@ -161,7 +161,7 @@ def _reasons(answer: Answer, best: Solution) -> list[str]:
         )
     if not answer.search.whole:
         lines += _folded("searched   not to the end: pairs that are left might be shorter")
-    names = not_built(best.job, answer.machine)
+    names = not_built(best.job)
     if names:
         words = ", ".join(names)
         lines += _folded(f"not built  {words}: `rlhf train` refuses these for now")

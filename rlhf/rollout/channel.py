@@ -129,7 +129,7 @@ def unframe(body: bytes) -> Any:
 
 
 class Channel:
-    """The rank's end: sends may come from any thread, one thread receives."""
+    """An end without an event loop: sends may come from any thread, one thread receives."""
 
     def __init__(self, sock: socket.socket, send_limit_s: float) -> None:
         """``send_limit_s``: a peer that takes nothing for so long counts as gone."""
@@ -142,12 +142,12 @@ class Channel:
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def send(self, message: Request) -> None:
+    def send(self, message: Request | Reply) -> None:
         """Raises OSError (TimeoutError included) if the peer is gone or takes nothing."""
         with self._lock:
             self._socket.sendall(frame(message))
 
-    def receive(self, timeout_s: float) -> list[Reply]:
+    def receive(self, timeout_s: float) -> list[Any]:
         """Messages that are there, waiting up to ``timeout_s`` for the first bytes.
 
         Sets ``at_end`` when the peer has closed and everything was read.
@@ -167,7 +167,7 @@ class Channel:
         poller.register(self._socket, select.POLLIN)
         return bool(poller.poll(timeout_s * 1000))
 
-    def _complete(self) -> list[Reply]:
+    def _complete(self) -> list[Any]:
         messages = []
         at = 0
         while len(self._buffer) - at >= LENGTH.size:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 from rlhf.dist.layout import Quantization
+from rlhf.dist.lost import LostPeer
 from rlhf.rollout.engine_state import ALL_PARTS, EngineParts
 from rlhf.types import Status
 
@@ -27,6 +28,10 @@ SEED_LIMIT = 2**63
 
 class EngineDied(RuntimeError):  # noqa: N818  (an event, named as such)
     """The engine's processes are gone, or do not answer; the message names the cause."""
+
+
+class EngineLostPeer(EngineDied, LostPeer):
+    """An engine over several nodes lost a connection: another node of it knows the cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +49,15 @@ class EngineSpec:
 
     ``context_tokens`` is the longest prompt plus answer. ``kv_tokens`` empty means: on a CPU room
     for ``max_running_requests`` full contexts, on a GPU what ``mem_fraction`` leaves.
-    ``cores`` are the CPU cores of the schedulers, an equal share for each rank of the engine
-    (CPU engines only). ``first_device`` is the CUDA device of its first rank.
+    ``cores`` are the CPU cores of the schedulers, an equal share for each rank of the engine on
+    this node (CPU engines only). ``first_device`` is the CUDA device of the first of them.
 
     An engine has ``tp * pp`` ranks, a scheduler process each; rank r is tp rank ``r % tp`` of
     pipeline stage ``r // tp``. ``dp`` and ``ep`` are inside tp: attention is data parallel over
     ``dp`` groups of ``tp / dp`` ranks, experts are spread over ``ep`` groups of ``tp / ep``.
+
+    Over ``num_nodes`` nodes it has as many ranks on each, in order, and a host process on each;
+    this spec is that of number ``node``. They meet at ``address``, ``host:port`` of the first.
     """
 
     model_path: str
@@ -67,6 +75,9 @@ class EngineSpec:
     dp: int = 1
     ep: int = 1
     pp: int = 1
+    num_nodes: int = 1
+    node: int = 0
+    address: str = ""
     cores: tuple[int, ...] = (0,)
     first_device: int = 0
     first_port: int | None = None
@@ -92,12 +103,19 @@ class EngineSpec:
         Raises:
             ValueError: with the two numbers that do not fit.
         """
+        if self.num_nodes > 1 and (self.num_ranks % self.num_nodes or not self.address):
+            raise ValueError(
+                f"an engine of {self.num_ranks} ranks over {self.num_nodes} nodes: every node must "
+                f"have as many of them, and an address where they meet, is {self.address!r}"
+            )
+        if not 0 <= self.node < self.num_nodes:
+            raise ValueError(f"node {self.node} of an engine must be below its {self.num_nodes}")
         if self.device == "cpu" and (
-            len(self.cores) % self.num_ranks or not self.cores or min(self.cores) < 0
+            len(self.cores) % self.num_local_ranks or not self.cores or min(self.cores) < 0
         ):
             raise ValueError(
-                f"engine cores {self.cores}: their number must be a multiple of rollout.tp*"
-                f"rollout.pp={self.num_ranks}, so that each rank has cores of its own"
+                f"engine cores {self.cores}: their number must be a multiple of "
+                f"{self._local_ranks_text}, so that each rank has cores of its own"
             )
         if self.device == "cpu" and self.quantization != "none":
             raise ValueError(
@@ -131,15 +149,28 @@ class EngineSpec:
         return self.tp * self.pp
 
     @property
+    def num_local_ranks(self) -> int:
+        """Ranks on this node."""
+        return self.num_ranks // self.num_nodes
+
+    @property
     def core_groups(self) -> tuple[tuple[int, ...], ...]:
-        """The cores of each rank."""
-        size = len(self.cores) // self.num_ranks
-        return tuple(self.cores[i * size : (i + 1) * size] for i in range(self.num_ranks))
+        """The cores of each rank on this node."""
+        size = len(self.cores) // self.num_local_ranks
+        return tuple(self.cores[i * size : (i + 1) * size] for i in range(self.num_local_ranks))
 
     @property
     def scheduler_names(self) -> tuple[str, ...]:
-        """What the scheduler process of each rank is called."""
-        return tuple(scheduler_name(r % self.tp, r // self.tp) for r in range(self.num_ranks))
+        """What the scheduler process of each rank on this node is called."""
+        first = self.node * self.num_local_ranks
+        ranks = range(first, first + self.num_local_ranks)
+        return tuple(scheduler_name(r % self.tp, r // self.tp) for r in ranks)
+
+    @property
+    def _local_ranks_text(self) -> str:
+        if self.num_nodes == 1:
+            return f"rollout.tp*rollout.pp={self.num_ranks}"
+        return f"the engine's {self.num_local_ranks} ranks on a node"
 
 
 def scheduler_name(tp_rank: int, stage: int) -> str:

@@ -2,7 +2,7 @@
 
 A failing scheduler sends SIGQUIT to its parent, which then kills its whole process tree. That tree
 is this process and its children, never the rank: an engine's death is an event that the rank
-handles.
+handles. An engine over several nodes has a host on each; that of the first serves requests.
 
 Started by the node's zygote (fork) or by ``python -m rlhf.rollout.host`` (spawn). This module
 imports nothing heavy: the process is tied to its owner before it imports SGLang.
@@ -35,6 +35,7 @@ def serve(spec: EngineSpec, links: Links, *, fork: bool) -> NoReturn:
     started = time.perf_counter()
     name_process("rlhf-engine")
     try:
+        from rlhf.rollout.host_follower import Follower
         from rlhf.rollout.host_server import Host
         from rlhf.rollout.sglang_engine import start_engine
 
@@ -44,9 +45,12 @@ def serve(spec: EngineSpec, links: Links, *, fork: bool) -> NoReturn:
             obituary_fd=links.obituary,
             close_fds=[links.channel, links.obituary, links.rank],
         )
-        host = Host(engine, spec, links)
-        engine.loop.run_until_complete(host.run(started))
-        host.closing.set()
+        if spec.node == 0:
+            host = Host(engine, spec, links)
+            engine.loop.run_until_complete(host.run(started))
+            host.closing.set()
+        else:
+            Follower(engine, spec, links).run(started)
         engine.shutdown()
         for child in mp.active_children():
             child.join(1.0)  # no zombies for whoever inherits them

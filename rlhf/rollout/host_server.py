@@ -52,7 +52,7 @@ from rlhf.rollout.engine_state import Use
 from rlhf.rollout.host_weights import EngineWeights
 from rlhf.rollout.lifeline import EXIT_DIED, Links, describe_exit, peek_exit, write_obituary
 from rlhf.rollout.routes import decode_routes
-from rlhf.rollout.sglang_engine import Batch, sampling_params
+from rlhf.rollout.sglang_engine import Batch, process_pids, sampling_params
 from rlhf.types import Status
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Host:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGQUIT, self._die, "a child reported a failure")
         loop.add_signal_handler(signal.SIGTERM, self._die, "engine host: SIGTERM")
-        pids = self._pids()
+        pids = process_pids(self._engine, self._spec)
         self._watch_processes(pids)
         sock = socket.socket(fileno=self._links.channel)
         reader, self._writer = await asyncio.open_unix_connection(sock=sock)
@@ -273,12 +273,6 @@ class Host:
         return ""
 
     # ---------------------------------------------------------------- watching
-
-    def _pids(self) -> dict[str, int]:
-        controller = ("data parallel controller",) if self._spec.dp > 1 else ()
-        names = ("host", *controller, *self._spec.scheduler_names, "detokenizer")
-        pids = (os.getpid(), *self._engine.get_all_child_pids())
-        return dict(zip(names, pids, strict=True))
 
     async def _kv_tokens(self) -> int:
         state = (await self._manager.get_internal_state())[0]

@@ -175,15 +175,18 @@ def kill_pidfd(pidfd: int) -> None:
 
 
 def wait_gone(pidfds: Iterable[int], limit_s: float) -> bool:
-    """True when all these processes have ended (they may be zombies) within the limit."""
+    """True when all these processes have ended (they may be zombies) within the limit.
+
+    A limit of zero looks once.
+    """
     left = set(pidfds)
     deadline = time.monotonic() + limit_s
     while left:
         rest = deadline - time.monotonic()
-        if rest <= 0:
-            return False
         poller = select.poll()
         for fd in left:
             poller.register(fd, select.POLLIN)
-        left -= {fd for fd, _ in poller.poll(rest * 1000)}
+        left -= {fd for fd, _ in poller.poll(max(0.0, rest) * 1000)}
+        if left and rest <= 0:
+            return False
     return True

@@ -21,13 +21,18 @@ from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.scheduler import run_scheduler_process
-from sglang.srt.server_args import DP_ATTENTION_HANDSHAKE_PORT_DELTA, ZMQ_TCP_PORT_DELTA
+from sglang.srt.server_args import (
+    DP_ATTENTION_HANDSHAKE_PORT_DELTA,
+    ZMQ_TCP_PORT_DELTA,
+    PortArgs,
+)
 
 from rlhf.dist.ports import ENGINE_PORTS
 from rlhf.dist.scratch import lent_name, note_process
 from rlhf.rollout.engine import RESERVED_TOKENS, EngineSpec, SampleRequest, scheduler_name
 from rlhf.rollout.lifeline import die_with_parent, write_obituary
 from rlhf.rollout.sglang_args import BLOCK_FP8, cut_args
+from rlhf.rollout.sglang_manager import keep_groups_together, needs_groups_together
 
 NEVER = 2**30
 """Tokens between two partial outputs of a request: only the first and the last are sent."""
@@ -102,7 +107,9 @@ def _layout_args(spec: EngineSpec) -> dict[str, Any]:
     args = cut_args(tp=spec.tp, dp=spec.dp, ep=spec.ep, pp=spec.pp, has_experts=has_experts)
     if spec.dp > 1:
         args["enable_dp_attention_local_control_broadcast"] = True  # wakes every group at once
-    if spec.first_port is not None:
+    if spec.num_nodes > 1:
+        args |= {"nnodes": spec.num_nodes, "node_rank": spec.node, "dist_init_addr": spec.address}
+    elif spec.first_port is not None:
         args["dist_init_addr"] = f"127.0.0.1:{spec.first_port}"
         args["nccl_port"] = spec.first_port + NCCL_PORT
     elif spec.dp > 1:
@@ -179,7 +186,9 @@ class Batch(GenerateReqInput):  # type: ignore[misc]  (SGLang is untyped)
 
 
 def start_engine(spec: EngineSpec, *, fork: bool, obituary_fd: int, close_fds: list[int]) -> Engine:
-    """Build the engine; blocks until its schedulers are ready.
+    """Build the engine; blocks until its schedulers are ready, those of this node.
+
+    On a node that is not its first it has schedulers only: nothing that could be asked.
 
     Args:
         fork: children are forked from this process, which must have one thread and no CUDA
@@ -192,8 +201,17 @@ def start_engine(spec: EngineSpec, *, fork: bool, obituary_fd: int, close_fds: l
     )
     if spec.device != "cpu":
         del os.environ["SGLANG_CPU_OMP_THREADS_BIND"]
+    os.environ["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"  # else it waits here for their end
     kind = _ForkingEngine if fork else _SpawningEngine
     return kind(spec, obituary_fd, close_fds)
+
+
+def process_pids(engine: Engine, spec: EngineSpec) -> dict[str, int]:
+    """Name -> pid of the host, this process, and its children."""
+    controller = ("data parallel controller",) if spec.dp > 1 else ()
+    detokenizer = ("detokenizer",) if spec.node == 0 else ()
+    names = ("host", *controller, *spec.scheduler_names, *detokenizer)
+    return dict(zip(names, (os.getpid(), *engine.get_all_child_pids()), strict=True))
 
 
 class _SpawningEngine(Engine):  # type: ignore[misc]  (SGLang is untyped)
@@ -209,7 +227,18 @@ class _SpawningEngine(Engine):  # type: ignore[misc]  (SGLang is untyped)
         )
         self.run_scheduler_process_func = partial(child, run_scheduler_process, "scheduler")
         self.run_detokenizer_process_func = partial(child, run_detokenizer_process, "detokenizer")
+        if needs_groups_together(spec):
+            self.init_tokenizer_manager_func = keep_groups_together()
         super().__init__(**server_args(spec))
+
+    @classmethod
+    def _launch_subprocesses(cls, server_args: Any, *args: Any, **kwargs: Any) -> Any:
+        """On later nodes, do not ask for ports to be free that the first one binds."""
+        if server_args.node_rank > 0:
+            server_args.resolve_once()
+            ports = PortArgs.init_new(server_args, dp_rank=0, worker_ports=[0])
+            kwargs["port_args"] = ports
+        return super()._launch_subprocesses(server_args, *args, **kwargs)
 
     @classmethod
     def _launch_scheduler_processes(

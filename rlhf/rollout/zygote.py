@@ -51,6 +51,7 @@ PRELOAD = (
     "sglang.srt.models.llama",
     "sglang.srt.models.qwen2",
     "sglang.srt.models.qwen3",
+    "rlhf.rollout.host_follower",
     "rlhf.rollout.host_server",
 )
 MESSAGE_BYTES = 65536

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,6 +26,7 @@ from rlhf.reshard.transport import LocalTransport
 from rlhf.reshard.windows import Window
 from rlhf.rollout.engine import Completion, EngineSpec, SampleRequest
 from rlhf.rollout.host_client import EngineHost
+from rlhf.rollout.node_host import NodeHost
 from rlhf.rollout.zygote import Zygote
 from rlhf.weights.families import (
     full_pieces,
@@ -58,7 +60,7 @@ def make_spec(folder: Path, **overrides: Any) -> EngineSpec:
     }
     settings |= overrides
     cores = os.cpu_count() or 1
-    num_ranks = settings.get("tp", 1) * settings.get("pp", 1)
+    num_ranks = settings.get("tp", 1) * settings.get("pp", 1) // settings.get("num_nodes", 1)
     settings.setdefault("cores", tuple(i % cores for i in range(num_ranks)))
     return EngineSpec(**settings)
 
@@ -71,7 +73,10 @@ class EngineCase:
         self.spec = make_spec(folder, **overrides)
         self.shape = load_model_shape(folder)
         self.engine = EngineHost.launch(self.spec, zygote)
+        others = [replace(self.spec, node=n) for n in range(1, self.spec.num_nodes)]
+        self.followers = [NodeHost.launch(spec, zygote) for spec in others]
         self.info = self.engine.wait_ready()
+        self.follower_pids = [host.wait_ready().pids for host in self.followers]
         self.params: dict[str, Tensor] = {}
         self._movers: list[Mover] = []
         self._readers: list[Mover] = []
@@ -188,7 +193,11 @@ class EngineCase:
         return self.engine.generate(requests, lambda _: None, LIMIT_S)
 
     def close(self) -> None:
-        self.engine.close()
+        hosts = [self.engine, *self.followers]
+        for host in hosts:
+            host.freeze()
+        for host in hosts:
+            host.close()
         for mover in self._movers:
             mover.window.close()
 

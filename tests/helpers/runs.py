@@ -9,11 +9,13 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from tests.helpers.spawn import free_port
 from tests.helpers.tiny_models import make_tiny
 
 ROOT = Path(__file__).parents[2]
@@ -131,3 +133,32 @@ def wait_for(condition: Any, limit_s: float, what: str) -> Any:
             return value
         time.sleep(0.05)
     raise AssertionError(f"{what} not seen within {limit_s} s")
+
+
+def start_nodes(num_nodes: int, *arguments: str) -> list[subprocess.Popen[str]]:
+    """``python -m rlhf.train ARGUMENTS`` on as many nodes of one rank each: a torchrun agent each.
+
+    All nodes are this machine.
+    """
+    agent = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1"]
+    meeting = [f"--nnodes={num_nodes}", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    return [
+        subprocess.Popen(
+            [*agent, *meeting, f"--node-rank={node}", "-m", "rlhf.train", *arguments],
+            cwd=ROOT,
+            env=clean_environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        for node in range(num_nodes)
+    ]
+
+
+def finish_nodes(
+    processes: list[subprocess.Popen[str]], limit_s: float = RUN_LIMIT_S
+) -> list[tuple[int, str, str]]:
+    """(status, stdout, stderr) of every node; each gets the limit."""
+    with ThreadPoolExecutor(len(processes)) as threads:  # all pipes are read at once
+        return list(threads.map(lambda process: finish(process, limit_s), processes))

@@ -48,6 +48,7 @@ def test_a_child_dies_with_its_parent() -> None:
         assert not wait_gone([child], 0.0)
         parent.kill()
     assert wait_gone([child], 10.0)
+    assert wait_gone([child], 0.0)
     os.close(child)
 
 
