@@ -23,26 +23,30 @@ CASES = {
 QUICK = "grpo float32"
 
 
-def _run(folder, time_slice, **sections):
-    config = tiny_config(
-        folder,
-        batch={"updates_per_step": 2},
-        checkpoint={"every": 2},
-        memory={"time_slice": time_slice},
-        **sections,
-    )
-    status, _, err = rlhf("train", str(config))
-    assert status == 0, err
+def _run(folder, time_slice, until, **sections):
+    """Up to each step of ``until``, each time by the same command."""
+    for num_steps in until:
+        config = tiny_config(
+            folder,
+            num_steps=num_steps,
+            batch={"updates_per_step": 2},
+            checkpoint={"every": 2},
+            memory={"time_slice": time_slice},
+            **sections,
+        )
+        status, _, err = rlhf("train", str(config))
+        assert status == 0, err
     return folder / "run"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [name if name == QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES],
+)
 def test_metrics_do_not_depend_on_who_has_memory_when(name, tmp_path):
-    """Bit by bit; also those of a run that goes on from a checkpoint."""
-    kept, sliced = (
-        _run(tmp_path / time_slice, time_slice, **CASES[name]) for time_slice in ("engine", "all")
-    )
+    """Bit by bit, and so do those of a run that goes on from a checkpoint."""
+    kept = _run(tmp_path / "engine", "engine", [3], **CASES[name])
+    sliced = _run(tmp_path / "all", "all", [2, 3], **CASES[name])
     assert numbers(sliced) == numbers(kept)
     line = next(line for line in read_metrics(sliced) if line.get("step") == 1)
     roles = {"actor", *(["critic"] if "critic" in CASES[name] else [])}
