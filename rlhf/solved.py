@@ -188,6 +188,9 @@ def _asked(args: Namespace) -> tuple[Config, int]:
         config = default_config(args.model, args, sequence_parallel=False)
     else:
         raise ValueError("--solve: give CONFIG, or --model NAME --gpus N")
+    for unit, value in (("gpus", args.ranks), ("gpus-per-node", args.ranks_per_node)):
+        if value is not None and value < 1:
+            raise ValueError(f"--{unit}: must be at least 1, is {value}")
     ranks = args.ranks or config.dist.ranks or default_ranks()
     if not 1 <= ranks <= MOST_RANKS:
         raise ValueError(f"--gpus: must be at least 1 and at most {MOST_RANKS}, is {ranks}")

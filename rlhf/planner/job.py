@@ -56,9 +56,13 @@ def load_of(
         prompt_tokens, answer_tokens: means; None: half of the longest that is allowed.
 
     Raises:
-        ValueError: the mean answer is longer than the longest.
+        ValueError: the mean prompt or answer is longer than the longest.
     """
     longest = config.rollout.sampling.max_new_tokens
+    if prompt_tokens is not None and prompt_tokens > (most := config.data.max_prompt_tokens):
+        raise ValueError(
+            f"prompt_tokens: must be at most data.max_prompt_tokens={most}, is {prompt_tokens:g}"
+        )
     usual = (USUAL_SHARE * config.data.max_prompt_tokens, USUAL_SHARE * longest)
     return Load(
         prompts=config.batch.prompts_per_step,

@@ -39,6 +39,13 @@ class Plan:
         return self.ledger.kv_tokens * layout.dp * layout.num_engines
 
     @property
+    def kv_sequences_total(self) -> int:
+        """Of the greatest length, at a time; one lies in one attention group."""
+        layout = self.job.rollout_layout
+        each = self.ledger.kv_tokens // self.job.longest_tokens
+        return each * layout.dp * layout.num_engines
+
+    @property
     def peak(self) -> tuple[Span, int, int]:
         """The fullest phase, its fullest rank, and bytes."""
         found = {span: self.ledger.phase_bytes(span) for span in self.ledger.phases}
@@ -74,7 +81,7 @@ class Plan:
             "kv_token_bytes": max(held.kv_token_bytes),
             "kv_tokens_per_group": held.kv_tokens,
             "kv_tokens_total": self.kv_tokens_total,
-            "kv_sequences_total": self.kv_tokens_total // self.job.longest_tokens,
+            "kv_sequences_total": self.kv_sequences_total,
             "export_bytes": self.disk.export,
             "state_bytes": self.disk.state,
             **self.timing.as_dict(),
@@ -134,13 +141,12 @@ def _row(name: str, sizes: Sequence[int]) -> str:
 
 def _rest(plan: Plan) -> list[str]:
     held, machine, job = plan.ledger, plan.machine, plan.job
-    sequences = plan.kv_tokens_total // job.longest_tokens
     groups = job.rollout_layout.dp * job.rollout_layout.num_engines
     return [
         f"KV cache   {held.kv_tokens:,} tokens in each of {groups} attention groups, "
         f"{plan.kv_tokens_total:,} in all,",
-        f"           {max(held.kv_token_bytes) / 1e3:.1f} kB each: {sequences:,} sequences of "
-        f"{job.longest_tokens:,} tokens at a time",
+        f"           {max(held.kv_token_bytes) / 1e3:.1f} kB each: {plan.kv_sequences_total:,} "
+        f"sequences of {job.longest_tokens:,} tokens at a time",
         f"host       {max(held.host) / GIGA:.0f} GB of {machine.host_bytes / GIGA:g} on the "
         f"fullest node, {sum(held.host) / len(held.host) / GIGA:.0f} in the mean",
         f"disk       {plan.disk.state / GIGA:,.0f} GB for a checkpoint, "

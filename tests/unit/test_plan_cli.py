@@ -102,6 +102,7 @@ def test_deepseek_v3_on_128_gpus(capsys):
         // got["kv_token_bytes"]
     )
     assert got["kv_tokens_total"] == 16 * got["kv_tokens_per_group"] > 5_000_000
+    assert got["kv_sequences_total"] == 16 * (got["kv_tokens_per_group"] // 32_768)
     text = " ".join(_said(capsys, "plan", str(LARGE)).split())
     assert f"{got['kv_tokens_total']:,} in all" in text
     assert "fits: ROLLOUT is the fullest phase" in text
@@ -215,6 +216,9 @@ def test_kimi_engines_of_16_need_fp8_or_more_ranks(capsys):
         (f"{QWEN} --calibration nowhere.yaml", "nowhere.yaml: cannot be read"),
         (f"{QWEN} --answer-tokens 5000", "at most the longest answer of 1024, is 5000"),
         (f"{QWEN} --prompt-tokens -1", "prompt_tokens: must be at least 0, is -1"),
+        (f"{QWEN} --prompt-tokens 1025", "at most data.max_prompt_tokens=1024, is 1025"),
+        ("--solve --model qwen2.5-7b --gpus 0", "--gpus: must be at least 1, is 0"),
+        (f"--solve {LARGE} --gpus-per-node 0", "--gpus-per-node: must be at least 1, is 0"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line_each(capsys, words, expected):
