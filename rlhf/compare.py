@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rlhf.config.check import rollout_layout, train_layout
 from rlhf.config.load import load_config
+from rlhf.plan import GPU_GB, HOST_GB, OTHER_GB, SPEED_OPTIONS
 from rlhf.planner.compare import Facts, Row, advice, rows_of
 from rlhf.planner.contract import measured_load
 from rlhf.planner.load import Load
@@ -24,6 +25,21 @@ from rlhf.weights.find_model import find_model
 OUTSIDE = ("save",)
 """Not in every step; compared once."""
 MEMORY, SECONDS = "memory_gib/", "seconds/"
+_NOT_GIVEN = (None, False)
+OF_PLANS = {
+    **dict.fromkeys(
+        (
+            *("model", "ranks", "train", "rollout", "time_slice", "optimizer", "window_mib"),
+            *("calibration", *SPEED_OPTIONS, "prompt_tokens", "answer_tokens", "solve", "check"),
+        ),
+        _NOT_GIVEN,
+    ),
+    "ranks_per_node": (8,),
+    "gpu_mem_gb": (GPU_GB,),
+    "host_mem_gb": (HOST_GB,),
+    "other_gb": (OTHER_GB,),
+}
+"""Options that say what to plan, and what they are when nobody gave them: a run's plan is made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +83,13 @@ def run(args: Namespace) -> str:
         ValueError: the folder is not that of a run with a plan that has done a step; or more was
             given than the folder.
     """
-    if args.config is None or args.overrides or args.model or args.check:
-        raise ValueError("--compare: give the folder of one run and nothing else, but --json")
+    given = [key for key, unset in OF_PLANS.items() if getattr(args, key) not in unset]
+    if args.config is None or args.overrides or given:
+        words = (f"--{key.replace('ranks', 'gpus').replace('_', '-')}" for key in given)
+        more = f"; leave out {', '.join(words)}" if given else ""
+        raise ValueError(
+            f"--compare: give the folder of one run and nothing else, but --json{more}"
+        )
     found = compare(Path(args.config))
     return json.dumps(found.as_dict(), indent=1) if args.json else comparison_text(found)
 

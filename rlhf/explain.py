@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 WINDOW_MIB = 512
-MOST_RANKS = 2**16
+MOST_RANKS = 2**14
 """Tables have a row for each."""
 MODEL_OPTIONS = ("ranks", "train", "rollout")
 

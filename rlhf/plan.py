@@ -135,6 +135,8 @@ def read_machine(args: Namespace) -> Machine:
         if not 0 < (value := getattr(args, key)) < MOST_GB:
             words = key.replace("_", "-")
             raise ValueError(f"--{words}: must be above 0 and below {MOST_GB:g} GB, is {value:g}")
+    if args.ranks_per_node < 1:
+        raise ValueError(f"--gpus-per-node: must be at least 1, is {args.ranks_per_node}")
     return Machine(
         gpu_bytes=int(args.gpu_mem_gb * GIGA),
         host_bytes=int(args.host_mem_gb * GIGA),

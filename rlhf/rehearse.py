@@ -21,6 +21,7 @@ from rlhf.launch import EXIT_USAGE, default_ranks
 
 if TYPE_CHECKING:
     from rlhf.config.schema import Config
+    from rlhf.planner.memory import Machine
     from rlhf.planner.shrink_layout import Layouts
     from rlhf.planner.shrink_model import Layers
     from rlhf.rehearsal.folders import Model
@@ -42,7 +43,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--gpus", type=int, help="of the job, instead of dist.ranks")
     parser.add_argument("--gpu-mem-gb", type=float, default=80.0, help="of a GPU of the job (80)")
     parser.add_argument("--host-mem-gb", type=float, default=2000.0, help="of a node (2000)")
-    parser.add_argument("--gpus-per-node", type=int, default=8)
+    parser.add_argument("--gpus-per-node", dest="ranks_per_node", type=int, default=8)
     parser.add_argument(
         "--keep", metavar="DIR", type=Path, help="where the rehearsal runs and stays"
     )
@@ -75,13 +76,14 @@ def run(args: Namespace) -> int:
     """
     from rlhf.preflight import check_loop
 
+    machine = _machine(args)
     job = _read(args)
     ranks = _ranks(args, job.world)
     smaller, layers = _shrink(job, ranks)
     _check_keep(args.keep)
     if args.loop is not None:
         check_loop(args.loop)
-    fits = _print_fit(args, job)
+    fits = _print_fit(args, job, machine)
     _print_axes(job, smaller)
     folder = args.keep or Path(tempfile.mkdtemp(prefix="rlhf-rehearsal-"))
     folder.mkdir(parents=True, exist_ok=True)
@@ -98,6 +100,15 @@ def run(args: Namespace) -> int:
     if not fits:
         print("but it does not fit: see above, and `rlhf plan`")
     return 1 if status or not fits else 0
+
+
+def _machine(args: Namespace) -> Machine:
+    """That of the job, not this one."""
+    from rlhf.plan import OTHER_GB, read_machine
+
+    if args.gpus is not None and args.gpus < 1:
+        raise ValueError(f"--gpus: must be at least 1, is {args.gpus}")
+    return read_machine(Namespace(**vars(args), other_gb=OTHER_GB))
 
 
 def _read(args: Namespace) -> _Job:
@@ -192,26 +203,25 @@ def _ranks(args: Namespace, world: int) -> int:
 
 
 def _check_keep(keep: Path | None) -> None:
-    if keep is not None and keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
+    if keep is None:
+        return
+    if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
         raise ValueError(f"--keep: {keep} must be a new or empty folder")
+    try:
+        keep.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--keep: {keep} cannot be made: {error}") from None
 
 
-def _print_fit(args: Namespace, job: _Job) -> bool:
+def _print_fit(args: Namespace, job: _Job, machine: Machine) -> bool:
     """At full size."""
-    from rlhf.plan import OTHER_GB
-    from rlhf.planner.fit import GIGA, misfits
+    from rlhf.planner.fit import misfits
     from rlhf.planner.job import job_of
-    from rlhf.planner.memory import Machine, ledger
+    from rlhf.planner.memory import ledger
 
     window_bytes = job.config.reshard.window_mib << 20
     layouts = job.layouts
     counted = job_of(job.config, job.actor.shape, layouts.train, layouts.rollout, window_bytes)
-    machine = Machine(
-        gpu_bytes=int(args.gpu_mem_gb * GIGA),
-        host_bytes=int(args.host_mem_gb * GIGA),
-        gpus_per_node=args.gpus_per_node,
-        other_bytes=int(OTHER_GB * GIGA),
-    )
     found = misfits(counted, ledger(counted, machine), machine)
     print(f"{job.source} at full size, {job.world} ranks: layouts, batch and lengths hold")
     where = f"GPUs of {args.gpu_mem_gb:g} GB, hosts of {args.host_mem_gb:g} GB (`rlhf plan`)"

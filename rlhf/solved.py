@@ -180,6 +180,10 @@ def _asked(args: Namespace) -> tuple[Config, int]:
     given = [f"--{name}" for name in ("train", "rollout") if getattr(args, name)]
     if given:
         raise ValueError(f"--solve: finds {' and '.join(given)}; leave them out")
+    if args.window_mib is not None:
+        raise ValueError(
+            "--solve: say the window in CONFIG, reshard.window_mib; leave out --window-mib"
+        )
     if args.config is not None and args.model is not None:
         raise ValueError(f"{args.config} says the model; leave out --model")
     if args.config is not None:

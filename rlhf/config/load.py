@@ -27,6 +27,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         ConfigError: one line per fault, ``file:key.path: what must hold, what it is, what to do``;
             ``override`` stands for the file where the value came from an override.
     """
+    if not str(path):
+        raise ConfigError(["the configuration's name must not be empty"])
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")

@@ -16,9 +16,12 @@ from pydantic import Field
 
 from rlhf.config.faults import ConfigError
 from rlhf.config.load import dump_config, load_text
-from rlhf.config.schema import Float, NonNegative, PositiveFloat, Section, Text
+from rlhf.config.schema import Float, Section, Text
 
-Share = Annotated[Float, Field(gt=0, le=1)]
+Share = Annotated[Float, Field(ge=1e-6, le=1)]
+Rate = Annotated[Float, Field(ge=1e-6, le=1e9)]
+Seconds = Annotated[Float, Field(ge=0, le=1e6)]
+"""Of no machine more or less: what is computed from them stays a number."""
 
 
 class Speeds(Section):
@@ -26,18 +29,18 @@ class Speeds(Section):
 
     device: Text = "H100"
     """What it is; printed."""
-    peak_tflops: PositiveFloat = 989.0
+    peak_tflops: Rate = 989.0
     """Dense bf16 matrix products, per second. Data sheet of H100 SXM (without sparsity)."""
-    hbm_gbs: PositiveFloat = 3350.0
+    hbm_gbs: Rate = 3350.0
     """Memory bandwidth of the device. Data sheet of H100 SXM."""
-    nic_gbs: PositiveFloat = 45.0
+    nic_gbs: Rate = 45.0
     """Of one rank to other nodes. 400 Gb/s less headers."""
-    nvlink_gbs: PositiveFloat = 400.0
+    nvlink_gbs: Rate = 400.0
     """Of one rank inside its node. NVLink 4 has 450 each way by its data sheet."""
-    pcie_gbs: PositiveFloat = 25.0
+    pcie_gbs: Rate = 25.0
     """Between device and host memory while all devices of a node copy. PCIe 5 x16 has 64 each way;
     eight devices share the memory of two sockets."""
-    disk_gbs: PositiveFloat = 2.0
+    disk_gbs: Rate = 2.0
     """Of a node, to the storage of checkpoints. Assumed: a shared file system."""
 
     train_matmul: Share = 0.5
@@ -58,43 +61,43 @@ class Speeds(Section):
     without TF32."""
     collective: Share = 0.7
     """Share of a link's speed that collectives reach. Chosen."""
-    expert_imbalance: Annotated[Float, Field(ge=1)] = 1.3
+    expert_imbalance: Annotated[Float, Field(ge=1, le=1e4)] = 1.3
     """Rows of the expert rank with most over the mean. Chosen."""
 
-    layer_s: NonNegative = 1e-3
+    layer_s: Seconds = 1e-3
     """Of a layer's forward pass over a micro-batch, beside its arithmetic: launches and small
     kernels. The backward pass has twice of it. Chosen."""
-    expert_layer_s: NonNegative = 2e-3
+    expert_layer_s: Seconds = 2e-3
     """More of a layer with experts: routing, sorting, waiting for counts on the host. Chosen."""
-    microbatch_s: NonNegative = 2e-3
+    microbatch_s: Seconds = 2e-3
     """Of a micro-batch on a stage: packing it, and a schedule's step. Chosen."""
-    update_s: NonNegative = 1.0
+    update_s: Seconds = 1.0
     """Of an optimizer step, beside its arithmetic: norm of gradients, waiting. Chosen."""
-    decode_layer_s: NonNegative = 20e-6
+    decode_layer_s: Seconds = 20e-6
     """Of a layer in a step of decoding: its small kernels, in a CUDA graph. Chosen."""
-    decode_expert_layer_s: NonNegative = 60e-6
+    decode_expert_layer_s: Seconds = 60e-6
     """More of a layer with experts. Chosen."""
-    decode_step_s: NonNegative = 4e-3
+    decode_step_s: Seconds = 4e-3
     """Of a step of decoding: scheduler, sampling, detokenising. Chosen."""
-    prefill_pass_s: NonNegative = 20e-3
+    prefill_pass_s: Seconds = 20e-3
     """Of a pass over prompts, beside its layers. Chosen."""
-    collective_s: NonNegative = 15e-6
+    collective_s: Seconds = 15e-6
     """Of a small collective in a node. Chosen."""
-    network_collective_s: NonNegative = 60e-6
+    network_collective_s: Seconds = 60e-6
     """Of a small collective between nodes. Chosen."""
-    switch_s: NonNegative = 2.0
+    switch_s: Seconds = 2.0
     """Of all edges of a step together: engines sleep and wake, memory changes hands. Chosen."""
-    rollout_s: NonNegative = 0.0
+    rollout_s: Seconds = 0.0
     """Of a rollout, beside its passes: requests out, answers in."""
-    score_s: NonNegative = 0.0
+    score_s: Seconds = 0.0
     """Of a phase that scores, beside its micro-batches."""
-    reshard_s: NonNegative = 0.1
+    reshard_s: Seconds = 0.1
     """Of a reshard, beside its rounds: engines paused, loaders started. Chosen."""
-    save_s: NonNegative = 1.0
+    save_s: Seconds = 1.0
     """Of a checkpoint, beside its bytes. Chosen."""
-    answer_pack_s: NonNegative = 20e-6
+    answer_pack_s: Seconds = 20e-6
     """Of packing one answer, on every rank. Chosen."""
-    answer_reward_s: NonNegative = 5e-3
+    answer_reward_s: Seconds = 5e-3
     """Of a rule's reward for one answer, on one core. Chosen."""
 
 
@@ -141,6 +144,8 @@ def read_speeds(path: str | Path) -> Speeds:
     Raises:
         ConfigError: there is no such file, an unknown key, a value out of range; all at once.
     """
+    if not str(path):
+        raise ConfigError(["the calibration file's name must not be empty"])
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

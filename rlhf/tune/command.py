@@ -99,6 +99,8 @@ def check_targets(config: str, out: Path, file: Path) -> None:
     for option, path in (("--out", out), ("--calibration", file)):
         if not path.resolve().parent.is_dir():
             raise ValueError(f"{option} {path}: no folder {path.resolve().parent}; make it first")
+        if path.is_dir():
+            raise ValueError(f"{option} {path}: is a folder; name a file")
 
 
 def read_subject(path: str, overrides: tuple[str, ...]) -> Subject:

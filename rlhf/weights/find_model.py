@@ -24,9 +24,8 @@ def find_model(model: str) -> ModelShape:
     Raises:
         ValueError: nothing of that name, or not a model that we train.
     """
-    return (
-        load_model_shape(model) if Path(model).is_dir() else read_model_config(find_config(model))
-    )
+    config = find_config(model)
+    return load_model_shape(model) if Path(model).is_dir() else read_model_config(config)
 
 
 def find_config(model: str) -> Path:
@@ -35,6 +34,8 @@ def find_config(model: str) -> Path:
     Raises:
         ValueError: nothing of that name.
     """
+    if not model:  # would be the current folder
+        raise ValueError("a model's name must not be empty: give a folder or a known name")
     path = Path(model)
     if path.is_dir():
         return path / "config.json"

@@ -43,8 +43,19 @@ def test_faults_of_a_file_are_named_all_at_once(tmp_path):
 def test_options_replace_single_values():
     assert changed_speeds(H100, {"nic_gbs": None, "hbm_gbs": 4000.0}).hbm_gbs == 4000
     assert changed_speeds(H100, {"hbm_gbs": None}) == H100
-    with pytest.raises(ConfigError, match=r"nic_gbs: must be greater than 0, is 0"):
+    with pytest.raises(
+        ConfigError, match=r"nic_gbs: must be greater than or equal to 0.000001, is 0"
+    ):
         changed_speeds(H100, {"nic_gbs": 0.0})
+
+
+@pytest.mark.parametrize("text", ["peak_tflops: 1e-320", "update_s: 1.7e+308", "nic_gbs: 5e-324"])
+def test_constants_of_no_machine_are_refused(tmp_path, text):
+    """They would make seconds that are no numbers."""
+    path = tmp_path / "speeds.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=text.partition(":")[0]):
+        read_speeds(path)
 
 
 def test_every_constant_says_where_it_comes_from():

@@ -115,3 +115,5 @@ def test_files_that_would_overwrite_others_are_refused(tmp_path):
         check_targets(str(config), config, tmp_path / "s.yaml")
     with pytest.raises(ValueError, match=r"--calibration .*: no folder"):
         check_targets(str(config), tmp_path / "o.yaml", tmp_path / "none" / "s.yaml")
+    with pytest.raises(ValueError, match="is a folder; name a file"):
+        check_targets(str(config), tmp_path, tmp_path / "s.yaml")
