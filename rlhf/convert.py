@@ -54,7 +54,7 @@ def _to_megatron(source: Path, target: Path) -> None:
     from rlhf.weights.hf_checkpoint import load_pieces
 
     shape, layout = load_model_shape(source), TrainLayout(1)
-    section = ModelSection(path=str(source), dtype=_dtype(source))
+    section = ModelSection.model_validate({"path": str(source), "dtype": _dtype(source)})
     record = {"steps_done": 0, MODEL_SOURCE: str(source.resolve()), "dtype": section.dtype}
     with whole_folder(target) as writing, _alone(layout):
         model = build_model(shape, layout, section, TrainSection(), trainable=False)

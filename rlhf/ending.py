@@ -17,15 +17,16 @@ if TYPE_CHECKING:
 
 def outlive_stdout() -> None:
     """Go on when whoever reads standard output has gone (``rlhf doctor | head -1``)."""
-    if sys.stdout is None or sys.stdout is not sys.__stdout__:  # closed, or captured by a test
-        return
     old = sys.stdout
+    is_own = old is sys.__stdout__
+    if old is None or not is_own:  # closed, or captured by a test
+        return
     raw = _UntilClosed(old.fileno(), "w", closefd=False)
     sys.stdout = io.TextIOWrapper(
         io.BufferedWriter(raw),
         encoding=old.encoding,
         errors=old.errors,
-        line_buffering=old.line_buffering,
+        line_buffering=bool(old.line_buffering),
     )
 
 

@@ -57,14 +57,14 @@ class Rectangles:
 def contiguous_rows(num_groups: int, width: int, device: torch.device) -> Rectangles:
     """Quarters of [2 width, width] parameters, cut along rows: one run of memory each."""
     rows = 2 * width // PARTS
-    boxes = [((i * rows, (i + 1) * rows), (0, width)) for i in range(PARTS)]
+    boxes: list[Box] = [((i * rows, (i + 1) * rows), (0, width)) for i in range(PARTS)]
     return _exchange("contiguous rows", num_groups, (2 * width, width), boxes, device)
 
 
 def column_slices(num_groups: int, width: int, device: torch.device) -> Rectangles:
     """Quarters of [2 width, width] parameters, cut along columns: width / 4 elements a run."""
     columns = width // PARTS
-    boxes = [((0, 2 * width), (i * columns, (i + 1) * columns)) for i in range(PARTS)]
+    boxes: list[Box] = [((0, 2 * width), (i * columns, (i + 1) * columns)) for i in range(PARTS)]
     return _exchange("column slices", num_groups, (2 * width, width), boxes, device)
 
 

@@ -144,8 +144,9 @@ def _score(
     with torch.no_grad(), _evaluating(model):
         outputs = _run(model, prepared, _keep_first, temperature, forward_only=True)
     out = torch.zeros(sum(len(m.tokens) for m in micro), device=model.device)
+    nothing: list[Any] = [None] * len(micro)
     start = 0
-    for m, batch, output in zip(micro, prepared, outputs or [None] * len(micro), strict=True):
+    for m, batch, output in zip(micro, prepared, outputs or nothing, strict=True):
         if output is not None:
             out[start + batch.places] = output["first"]
         start += len(m.tokens)

@@ -133,7 +133,8 @@ class TrainModel:
     train: TrainSection
     config: TransformerConfig
     layout: TrainLayout
-    chunks: list[torch.nn.Module]
+    chunks: list[Any]
+    """Modules that megatron's schedules take: its wrappers, or the decoders themselves."""
     decoders: list[Decoder]
     params: Mapping[str, Tensor]
     """This rank's parameters and expert biases (float32, without gradient) by name; with several

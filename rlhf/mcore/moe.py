@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -72,7 +72,7 @@ class ExpertLayer(MoELayer):
         return int(most) - num_rows
 
 
-def routers(decoders: list[torch.nn.Module]) -> Iterator[ExpertRouter]:
+def routers(decoders: Sequence[torch.nn.Module]) -> Iterator[ExpertRouter]:
     """Those on this rank, in the order of the layers of each chunk."""
     for decoder in decoders:
         for module in decoder.modules():
@@ -80,7 +80,7 @@ def routers(decoders: list[torch.nn.Module]) -> Iterator[ExpertRouter]:
                 yield module
 
 
-def begin_update(decoders: list[torch.nn.Module], members: list[Tensor], copies: int) -> None:
+def begin_update(decoders: Sequence[torch.nn.Module], members: list[Tensor], copies: int) -> None:
     """Tell the routers how many tokens and sequences the next update has on all ranks.
 
     ``members``: of this rank's micro-batches; each sequence is on ``copies`` ranks, each of which
@@ -98,7 +98,7 @@ def begin_update(decoders: list[torch.nn.Module], members: list[Tensor], copies:
         router.begin_update(tokens, sequences)
 
 
-def expert_loads(decoders: list[torch.nn.Module], num_layers: int, num_experts: int) -> Tensor:
+def expert_loads(decoders: Sequence[torch.nn.Module], num_layers: int, num_experts: int) -> Tensor:
     """[layers, experts] float64: tokens that each expert saw in this update, zero in dense layers.
 
     A token counts in each sequence that it is in. Equal on all ranks; collective over all of them.
@@ -115,7 +115,9 @@ def expert_loads(decoders: list[torch.nn.Module], num_layers: int, num_experts: 
     return loads.cpu()
 
 
-def update_biases(decoders: list[torch.nn.Module], loads: Tensor, settings: ExpertsSection) -> None:
+def update_biases(
+    decoders: Sequence[torch.nn.Module], loads: Tensor, settings: ExpertsSection
+) -> None:
     """Expert biases after an update: a step towards even loads, then the decay.
 
     arXiv:2408.15664, Algorithm 1. The same on all ranks that hold a bias.

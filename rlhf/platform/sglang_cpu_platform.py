@@ -12,7 +12,7 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
 
-class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  (SGLang is untyped)
+class CpuPlatform(CpuDeviceMixin, SRTPlatform):
     """Plain torch on a CPU: no Triton, no graphs, no compiled SGLang kernels."""
 
     _enum = PlatformEnum.OOT

@@ -74,7 +74,7 @@ class Outcome(Generic[Value]):
             error = ProbeError(f"{self.probe}: {self.error.strip().splitlines()[-1]}")
             error.add_note(self.error)
             raise error
-        return self.value  # type: ignore[return-value]  (Value may be None itself)
+        return self.value  # type: ignore[return-value]  # Value may be None itself
 
 
 def in_forks(

@@ -51,7 +51,7 @@ ALL_ROUNDS = 2**62
 logger = logging.getLogger(__name__)
 
 
-def load(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+def load(model: Any, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Obey the messages (JSON in the names, see ``wire``). Never raises."""
     for text, _ in named_tensors:
         try:
@@ -75,9 +75,9 @@ def _obey_as_stage(model: nn.Module, message: dict[str, Any]) -> None:
         setattr(model, WORKER, worker)
         worker.start()
     elif message["op"] == "join":
-        worker = getattr(model, WORKER, None)
-        if worker is not None:
-            worker.join()
+        begun: threading.Thread | None = getattr(model, WORKER, None)
+        if begun is not None:
+            begun.join()
     else:
         _obey(model, message)
 
@@ -104,7 +104,7 @@ class _Receiver:
     """One model's window."""
 
     def __init__(self, model: nn.Module, message: dict[str, Any]) -> None:
-        self._model = model
+        self._model: Any = model  # of a class of SGLang
         self._memory = torch.from_file(
             message["path"], shared=True, size=message["bytes"], dtype=torch.uint8
         )
@@ -158,7 +158,10 @@ class _Receiver:
             self._refusal = str(error)
             raise
         self._writes = [
-            [self._slice(number, *write, dtypes[write[0]]) for write in writes]
+            [
+                self._slice(number, param, box, offset, dtypes[param])
+                for param, box, offset in writes
+            ]
             for number, writes in enumerate(rounds["writes"])
         ]
         self._reads = [

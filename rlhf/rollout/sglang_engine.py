@@ -170,7 +170,7 @@ def sampling_params(request: SampleRequest, deterministic: bool) -> dict[str, An
     return params
 
 
-class Batch(GenerateReqInput):  # type: ignore[misc]  (SGLang is untyped)
+class Batch(GenerateReqInput):
     """Requests that are sent together, each to the DP-attention group that it names."""
 
     def __init__(self, groups: Sequence[int] | None, **fields: Any) -> None:
@@ -214,7 +214,7 @@ def process_pids(engine: Engine, spec: EngineSpec) -> dict[str, int]:
     return dict(zip(names, (os.getpid(), *engine.get_all_child_pids()), strict=True))
 
 
-class _SpawningEngine(Engine):  # type: ignore[misc]  (SGLang is untyped)
+class _SpawningEngine(Engine):
     """SGLang's engine with children that die with the host and leave word when they fail."""
 
     def __init__(self, spec: EngineSpec, obituary_fd: int, close_fds: list[int]) -> None:

@@ -37,7 +37,7 @@ _WITH_BARRIER = (
 )
 
 
-class GroupsTogether(TokenizerManager):  # type: ignore[misc]  (SGLang is untyped)
+class GroupsTogether(TokenizerManager):
     """Puts messages that groups must take in one step between BLOCK and UNBLOCK."""
 
     _blocked = False
