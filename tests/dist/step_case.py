@@ -104,6 +104,7 @@ def _run_case(rank: int, world: int, raw: Mapping[str, Any], case: Case) -> Outc
     from rlhf.algorithms.algorithm import build_algorithm
     from rlhf.dist.replicas import Replicas
     from rlhf.mcore import parallel
+    from rlhf.memory_parts import Memory
     from rlhf.parts import build_batcher
     from rlhf.recorder import Recorder
     from rlhf.role_parts import build_actor, build_critic, build_reference, build_reward_model
@@ -115,10 +116,11 @@ def _run_case(rank: int, world: int, raw: Mapping[str, Any], case: Case) -> Outc
         algorithm = build_algorithm(config, Replicas(plan.train, ground.group).total)
         recorder = Recorder.create(ground, record=False)
         batcher = build_batcher(ground, algorithm)
-        actor = build_actor(ground, algorithm, recorder)
-        reference = build_reference(ground, algorithm)
-        critic = build_critic(ground, recorder)
-        reward_model = build_reward_model(ground, batcher)
+        memory = Memory.of(ground)
+        actor = build_actor(ground, memory, algorithm, recorder)
+        reference = build_reference(ground, memory, algorithm)
+        critic = build_critic(ground, memory, recorder)
+        reward_model = build_reward_model(ground, memory, batcher)
         for step in range(STEPS):
             scored = reward_model.score(rollout(step, rank, world), step)
             batch = batcher.pack(scored, step)
