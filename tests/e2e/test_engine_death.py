@@ -173,9 +173,10 @@ def test_engine_that_cannot_start_says_why(zygote: Zygote, folder: Path, tmp_pat
 def test_scheduler_that_cannot_start_says_why(zygote: Zygote, tmp_path: Path) -> None:
     """A model that is too big for the machine: the failure is deep in a child."""
     folder = make_tiny(tmp_path / "hf", "llama")
+    spec = make_spec(folder)  # our own reader would refuse such a size
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 10**12}))
-    engine = EngineHost.launch(make_spec(folder), zygote)
+    engine = EngineHost.launch(spec, zygote)
     with pytest.raises(EngineDied, match=r"scheduler tp0: .*memory"):
         engine.wait_ready()
     engine.close()
