@@ -18,7 +18,15 @@ from tests.helpers.runs import (
     wait_for,
 )
 
-NOT_REPEATED = ("seconds/", "memory_gib/", "tokens_per_s/", "time", "reshard/verify_s", "share/")
+NOT_REPEATED = (
+    "seconds/",
+    "memory_gib/",
+    "memory/",
+    "tokens_per_s/",
+    "time",
+    "reshard/verify_s",
+    "share/",
+)
 ROLLOUTS = {
     "qwen2": {"tp": 2},
     "deepseek_v3": {"tp": 2, "dp": 2, "ep": 2},
@@ -44,6 +52,11 @@ def config_of(folder, family, run, **sections):
         rollout={**ROLLOUTS[family], "sampling": {"max_new_tokens": 6, "stop": [">"]}},
         **sections,
     )
+
+
+def of_ranks(err):
+    """Without torchrun's own lines: the agent that ends last misses the one that held its store."""
+    return "".join(x for x in err.splitlines(True) if "torch/distributed/elastic/" not in x)
 
 
 def steps(run_dir):
@@ -90,7 +103,7 @@ def test_a_run_with_an_engine_over_two_nodes_is_the_run_on_one(family, tmp_path,
     two = start_nodes(2, str(config_of(tmp_path, family, "two")))
     for status, _, err in finish_nodes(two):
         assert status == 0, err
-        assert "Traceback" not in err
+        assert "Traceback" not in of_ranks(err)
         assert "stopped:" not in err
     one, two = steps(tmp_path / "one"), steps(tmp_path / "two")
     assert len(one) == len(two) == 3
