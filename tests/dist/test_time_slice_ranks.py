@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import statistics
 from typing import Any
 
 import pytest
@@ -100,6 +102,8 @@ def test_the_process_has_what_the_ledger_says_and_gives_back_the_rest(dtype, tmp
             if cycle:  # the first makes copies and warms up
                 by_phase.setdefault(phase, []).append(process)
         for phase, found in by_phase.items():
-            assert found[-1] - found[0] <= 0.02 * found[0], phase
+            # a leak grows cycle by cycle; a block that the allocator keeps once stays in the slack
+            growth = statistics.median(b - a for a, b in itertools.pairwise(found))
+            assert growth * CYCLES <= 0.02 * found[0], phase
         told = {phase: size for _, phase, size, _ in rank["rows"]}
         assert told["update actor"] - told["rollout "] >= 2 * rank["weights"]
