@@ -44,9 +44,12 @@ def save_state(folder: Path, model: TrainModel, optimizer: Optimizer) -> None:
     """
     optimizer.wait_params()
     model_state = _model_state(model)
+    moments = _moments(model_state, optimizer, is_loading=False)
+    # megatron takes an empty dictionary for a value, and warns that ranks differ in it
+    moments = {i: params for i, params in moments.items() if params}
     state = {
         **model_state,
-        "optimizer": _moments(model_state, optimizer, is_loading=False),
+        **({"optimizer": moments} if moments else {}),
         "random": _random_state(model.layout),
         "common": {
             "layout": asdict(model.layout),
